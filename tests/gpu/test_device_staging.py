@@ -70,6 +70,21 @@ def test_digests_of_parts_that_are_brought_meanwhile() -> None:
         sealer.digests(target, [(0, 300)] * 6)
 
 
+def test_a_part_that_does_not_come_leaves_the_sealer_as_it_was() -> None:
+    data = torch.randint(256, (5000,), dtype=torch.uint8)
+    target, sealer = data.to(CUDA), DeviceSealer(CUDA, 5000, 300)
+    torch.cuda.synchronize()
+
+    def bring(part: int) -> None:
+        if part == 1:
+            raise RuntimeError("it does not come")
+
+    spans = [[(0, 2000)], [(2000, 3000)]]
+    with pytest.raises(RuntimeError, match="does not come"):
+        sealer.digests_in_parts(target, spans, bring)
+    assert sealer.digests(target, [(7, 4000)]) == seal.digests(data, [(7, 4000)])
+
+
 def test_a_changed_bit_changes_the_digest() -> None:
     data = torch.randint(256, (5000,), dtype=torch.uint8, device=CUDA)
     torch.cuda.synchronize()

@@ -6,7 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.kv_transfer.test_offloading_transfers import check_loads, make_transfers
+from tests.distributed.kv_transfer.test_offloading_transfers import (
+    PLACES,
+    check_loads,
+    loaded,
+    make_transfers,
+)
 from vllm._extension import CUDA_LIBRARY
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import arrival
 
@@ -21,3 +26,15 @@ def test_loads_are_checked_in_device_memory() -> None:
     assert isinstance(transfers._check, arrival._DeviceCheck) and arena.is_cuda
     transfers.close()
     check_loads("cuda")
+
+
+def test_digests_of_the_device_have_bytes_and_seconds() -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("the kernels need compute capability 9.0")
+    _, transfers = make_transfers("cuda")
+    stored = transfers.take_stats().data
+    assert loaded(transfers, PLACES) == set()
+    found = transfers.take_stats().data
+    assert found["seal_bytes"] == stored["seal_bytes"] == found["load_bytes"]
+    assert 0 < found["seal_seconds"] < found["load_seconds"]
+    transfers.close()

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.messages import (
     MovedBlock,
     StoreJob,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.transfers import Transfers, _Parts
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan
 
@@ -132,17 +132,73 @@ def test_a_thread_gets_as_many_blocks_as_the_device_takes(parts: Any, expected: 
     assert arrival._grouped(parts, 3) == expected
 
 
-def test_short_blocks_are_checked_on_the_host() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [((5000, 240), "more than 240"), ((5000, 2**28 + 1), f"{2**28 + 1} bytes, the device takes")],
+)
+def test_some_blocks_are_checked_on_the_host(sizes: tuple[int, ...], why: str) -> None:
     with decisions.DecisionLog().current():
-        assert not arrival._device_makes_digests(240)
+        assert not arrival._device_makes_digests(sizes)
         (found,) = (d for d in decisions.decisions() if d.what == "digests of loaded state")
-    assert found.chosen == "on the host" and "more than 240" in found.why
+    assert found.chosen == "on the host" and why in found.why
 
 
-def test_device_memory_of_checks_is_planned() -> None:
+@pytest.mark.parametrize("largest", [5000, 2**26, 2**27 + 5, 2**28])
+def test_device_memory_of_checks_is_planned(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For blocks of any size that the device checks."""
+    asked: list[tuple[int, int]] = []
+
+    def sealer(device: torch.device, num_bytes: int, smallest: int, num_spans: int) -> None:
+        asked.append((num_bytes, num_spans))
+
+    monkeypatch.setattr(arrival, "DeviceSealer", sealer)
+    plan = ArenaPlan(largest, 2, (GroupPlan(1, largest, {}), GroupPlan(4, 1280, {})))
+    arrival._DeviceCheck(torch.zeros(1), plan, lambda num_bytes, seconds: None)
+    [(num_bytes, num_spans)] = asked
     config: Any = None
+    planned = OffloadingConnector.device_bytes(config, "cuda")
+    assert num_bytes >= largest and num_bytes // 16 + num_spans * 32 <= planned
+    assert planned == 2**28 // 16 + 2**16 * 32
     assert OffloadingConnector.device_bytes(config, "cpu") == 0
-    assert OffloadingConnector.device_bytes(config, "cuda") == 2**26 // 16 + 2**16 * 32
+
+
+def test_digests_of_the_device_count_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[int, float]] = []
+
+    class Sealer:
+        def digests_in_parts(self, data: Any, spans: Any, bring: Any, timed: Any) -> list[int]:
+            timed(0.25)
+            return [7 for part in spans for _ in part]
+
+    monkeypatch.setattr(arrival, "DeviceSealer", lambda *arguments: Sealer())
+    check = arrival._DeviceCheck(torch.zeros(1), PLAN, lambda *one: counted.append(one))
+    assert check.digests([moved(PLACES[:2]), moved(PLACES[2:])], lambda part: None) == [7] * 5
+    assert counted == [(2 * 5000 + 3 * 1280, 0.25)]
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_load_that_fails_ends_after_its_copies(lost: bool) -> None:
+    """They go on when the digests fail, and the blocks get other owners when the load ends."""
+    _, transfers = make_transfers()
+    seen: list[Any] = []
+
+    class Stream:
+        def synchronize(self) -> None:
+            seen.append("copies are there")
+            if lost:
+                raise RuntimeError("the device is lost")
+
+    class Check:
+        def digests(self, parts: Any, bring: Any) -> list[int]:
+            bring(0)
+            raise RuntimeError("no digests")
+
+    made: Any = Stream(), Check(), lambda *arguments, **options: seen.append("launched")
+    transfers._in, transfers._check, transfers._copy = made  # type: ignore[method-assign]
+    transfers._fill(LoadJob("a", moved(PLACES)), [[0, 1], [2]], _Parts(1, seen.append))
+    assert seen == ["launched", "copies are there", {0, 1, 2}]
+    transfers._in = None
+    transfers.close()
 
 
 def test_the_end_of_a_transfer_is_told_when_there_is_a_report() -> None:

@@ -65,11 +65,13 @@ class DeviceSealer:
         data: Tensor,
         parts: Sequence[Sequence[Span]],
         bring: Callable[[int], torch.cuda.Event | None],
+        timed: Callable[[float], None] | None = None,
     ) -> list[int]:
         """As `digests`, of the spans of all parts in order; each part is of `num_bytes` at most.
 
         `bring(i)` launches what writes part `i` and returns the event after it. It is called for
-        one part after another: digests of one are made while the next one comes.
+        one part after another: digests of one are made while the next one comes. `timed` is told
+        the seconds that the device made digests.
         """
         for spans in parts:
             self._check_part(data, spans)
@@ -79,20 +81,32 @@ class DeviceSealer:
         if not count:
             return []
         with self._lock, torch.cuda.stream(self._stream):
-            arrived = bring(0)
-            tables = self._upload(parts)  # copies run in turn: it waits for what is on its way
-            begin = 0
-            for i, (table, num_blocks) in enumerate(tables):
-                following = bring(i + 1) if i + 1 < len(parts) else None
-                if arrived is not None:
-                    self._stream.wait_event(arrived)
-                arrived = following
-                found = self._found[begin : begin + table.shape[1]]
-                torch.ops.vllm_cuda.xxh3_64(data, table, num_blocks, self._sums, found)
-                begin += len(found)
-            self._found_on_host[:count].copy_(self._found[:count], non_blocking=True)
-            self._stream.synchronize()
+            spent: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+            try:
+                arrived = bring(0)
+                tables = self._upload(parts)  # copies run in turn: it waits for what is on its way
+                begin = 0
+                for i, (table, num_blocks) in enumerate(tables):
+                    following = bring(i + 1) if i + 1 < len(parts) else None
+                    if arrived is not None:
+                        self._stream.wait_event(arrived)
+                    arrived = following
+                    found = self._found[begin : begin + table.shape[1]]
+                    spent.append((self._mark(), self._mark()))
+                    spent[-1][0].record()
+                    torch.ops.vllm_cuda.xxh3_64(data, table, num_blocks, self._sums, found)
+                    spent[-1][1].record()
+                    begin += len(found)
+                self._found_on_host[:count].copy_(self._found[:count], non_blocking=True)
+            finally:  # also where a part did not come: the next call writes the same tables
+                self._stream.synchronize()
+            if timed is not None:
+                timed(sum(first.elapsed_time(last) for first, last in spent) / 1e3)
             return [one & (2**64 - 1) for one in self._found_on_host[:count].tolist()]
+
+    @staticmethod
+    def _mark() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
 
     def _check_part(self, data: Tensor, spans: Sequence[Span]) -> None:
         sizes = [size for _, size in spans]

@@ -24,6 +24,8 @@ from vllm.v1.kv_cache_interface import ArenaPlan
 #: about the most that is copied before its digests begin
 _PART_BYTES = 2**25
 _DEVICE_PART_BYTES = 2**26
+#: blocks that memory on the device is planned for; digests of larger ones are the host's
+_MAX_BLOCK_BYTES = 2**28
 #: of which the device makes digests at a time
 _MAX_BLOCKS = 2**16
 
@@ -36,7 +38,7 @@ _OPS = CudaOps(
 
 #: launches the copies of a part, by its index; the event after them, None where they are made
 Bring = Callable[[int], torch.cuda.Event | None]
-#: told of the digests made: bytes, seconds of a thread
+#: told of the digests made: bytes, seconds of a thread or of the device
 Count = Callable[[int, float], None]
 
 
@@ -91,9 +93,10 @@ class _DeviceCheck(ArrivalCheck):
 
     def digests(self, parts: Sequence[Sequence[MovedBlock]], bring: Bring) -> list[int]:
         spans = [[_in_arena(self._plan, block) for block in part] for part in parts]
-        found = self._sealer.digests_in_parts(self._arena, spans, bring)
-        self._count(sum(size for part in spans for _, size in part), 0.0)
-        return found
+        num_bytes = sum(size for part in spans for _, size in part)
+        return self._sealer.digests_in_parts(
+            self._arena, spans, bring, partial(self._count, num_bytes)
+        )
 
 
 def _grouped(parts: list[list[int]], most: int) -> list[list[list[int]]]:
@@ -117,25 +120,29 @@ def _in_arena(plan: ArenaPlan, block: MovedBlock) -> Span:
 
 
 def arrival_device_bytes(device_type: str) -> int:
-    """Device memory that checks take up."""
+    """Device memory that checks take up at most: how large blocks are is not known yet."""
     if device_type != "cuda":
         return 0
-    return device_seal_bytes(_DEVICE_PART_BYTES, _DEVICE_PART_BYTES // _MAX_BLOCKS)
+    return device_seal_bytes(_MAX_BLOCK_BYTES, _MAX_BLOCK_BYTES // _MAX_BLOCKS)
 
 
 def make_check(arena: Tensor, plan: ArenaPlan, host: HostMemory, count: Count) -> ArrivalCheck:
     """Of the arena where its device makes digests."""
     if not arena.is_cuda:
         return _HostCheck(arena, partial(_in_arena, plan), count)
-    if _device_makes_digests(min(group.block_bytes for group in plan.groups)):
+    if _device_makes_digests([group.block_bytes for group in plan.groups]):
         return _DeviceCheck(arena, plan, count)
     return _HostCheck(host.buffer, lambda b: host.extent(b.group, b.host_block), count)
 
 
-def _device_makes_digests(smallest: int) -> bool:
-    """Whether the digests of blocks of at least so many bytes are made on a GPU."""
-    if smallest <= SHORT:
-        why = f"the smallest block has {smallest} bytes, the device needs more than {SHORT}"
+def _device_makes_digests(sizes: Sequence[int]) -> bool:
+    """Whether the digests of blocks of so many bytes are made on a GPU."""
+    why = None
+    if min(sizes) <= SHORT:
+        why = f"the smallest block has {min(sizes)} bytes, the device needs more than {SHORT}"
+    elif max(sizes) > _MAX_BLOCK_BYTES:
+        why = f"the largest block has {max(sizes)} bytes, the device takes {_MAX_BLOCK_BYTES}"
+    if why is not None:
         decisions.record(_WHAT, _ON_HOST, why, instead_of="vllm_cuda")
         return False
     capability = current_platform.get_device_capability()

@@ -105,7 +105,10 @@ COUNTERS = {
     "load_blocks": ("kv_offload_load_blocks", "Blocks copied from host memory to the device."),
     "load_seconds": ("kv_offload_load_time", "Seconds from a load's start to its end."),
     "seal_bytes": ("kv_offload_seal_bytes", "Bytes of which a digest was made or checked."),
-    "seal_seconds": ("kv_offload_seal_time", "Thread seconds spent on digests."),
+    "seal_seconds": (
+        "kv_offload_seal_time",
+        "Seconds of threads or of the device spent on digests.",
+    ),
     "file_write_bytes": ("kv_offload_file_write_bytes", "Bytes written to files."),
     "file_read_bytes": ("kv_offload_file_read_bytes", "Bytes read from files."),
     "broken_blocks": (

@@ -244,9 +244,19 @@ class Transfers:
         except Exception:
             logger.exception("request %s: loading failed", job.req_id)
             failed.update(*parts)
+            self._await_copies_in(job.req_id)
         if failed:
             self._count(broken_blocks=len(failed))
         counter.end(failed)
+
+    def _await_copies_in(self, req_id: str) -> None:
+        """What was launched has been written: blocks whose load ends get other owners."""
+        if self._in is None:
+            return
+        try:
+            self._in.synchronize()
+        except Exception:  # the device is lost, and writes nothing any more
+            logger.exception("request %s: copies to the device failed", req_id)
 
     def _read(self, job: LoadJob, i: int) -> bool:
         """Fill a block's slot of host memory from its file."""
