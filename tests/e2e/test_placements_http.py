@@ -71,8 +71,7 @@ def test_placements(tmp_path: Path) -> None:
     path = save(tmp_path, decoder, tensors)
     aliases = ["--placement-alias", "fast=all-gdn", "mixed=attention,kda"]
     flags = [*FLAGS, "--placement", "all-kda", "--served-model-name", "main", *aliases]
-    # The sanitizer, with which these tests run, follows the memory of one placement.
-    with RemoteServer(path, *flags, env={"VLLM_SANITIZE": "0"}) as server:
+    with RemoteServer(path, *flags) as server:
         requests_choose(server, lambda names: expected(Reference(decoder, tensors, names)))
         for placement in (["kda", "kda"], "all-gdn", ["sliding_window", "attention"]):
             reply = server.post("/placements", placement=placement)

@@ -69,8 +69,7 @@ def test_trained_served_and_measured(
     assert json.loads((path / "training.json").read_text())["held_out_perplexity"] > 1
     aliases = ["swa=all-swa", "gdn=all-gdn", "kda=all-kda"]
     flags = ["--dtype", "float32", "--placement-alias", *aliases]
-    # The sanitizer, with which these tests run, follows the memory of one placement.
-    with RemoteServer(path, *flags, env={"VLLM_SANITIZE": "0"}) as server:
+    with RemoteServer(path, *flags) as server:
         drawn = tmp_path / "frontier.png"
         quick = ["--placements", "6", "--texts", "2", "--tokens", "4", "--repeats", "1"]
         quick += ["--device", "1e10,1e12"]

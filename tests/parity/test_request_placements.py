@@ -16,6 +16,9 @@ from parity_checks import in_this_process, prompts
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.placed_state import PlacedState
+from vllm.v1.worker.sanitizer import SanitizerError
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -115,16 +118,17 @@ def test_mixed_requests_get_their_placements_tokens(supernet: Supernet, llm: LLM
     assert scheduler(llm).kv_cache_manager.usage == 0
 
 
-@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("how", ["plain", "deferred", "sanitized"])
 def test_placements_come_and_go_at_random(
-    deferred: bool, supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+    how: str, supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of random placements, some aborted, some started again, some continued, while there
     is memory for few of them; placements without an alias wait for each other's place. Also where
-    recurrent states wait in journals, which every placement has for itself."""
+    recurrent states wait in journals, which placements share, and with every step checked."""
+    deferred = how == "deferred"
     monkeypatch.setattr(type(current_platform), "defers_commit", deferred)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    llm = make(supernet.path, num_gpu_blocks_override=5)
+    llm = make(supernet.path, num_gpu_blocks_override=5, sanitize=how == "sanitized")
     rng, engine = random.Random(1), llm.llm_engine
     asked: dict[str, Any] = {}
     turns: list[tuple[Any, list[int]]] = []
@@ -161,6 +165,39 @@ def test_placements_come_and_go_at_random(
     assert llm.reset_prefix_cache()
     assert pool.pages.num_free_pages == pool.pages.num_pages - 1
     engine.engine_core.shutdown()
+
+
+def test_a_step_with_another_placements_memory_is_named(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the sanitizer: layers that stay with the memory of another placement that has them, and
+    what is written to blocks after their placement was retired."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+    def started() -> LLM:
+        engine = make(supernet.path, max_request_placements=1, sanitize=True)
+        supernet.assert_equals(run(engine, ["kda,sliding_window"], PROMPTS[-1:])[0], asked)
+        return engine
+
+    asked = "kda,sliding_window"
+    llm = started()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlacedState, "bind", lambda self: None)
+        with pytest.raises(SanitizerError, match="nothing was written there|was not written by"):
+            run(llm, ["careful", None, "careful"], PROMPTS)
+    llm.llm_engine.engine_core.shutdown()
+    llm = started()
+    set_placement = ModelRunner.set_placement
+
+    def write_after(self: ModelRunner, *given: Any) -> bool:
+        done = set_placement(self, *given)
+        self.arena.buffer[self.arena.plan.page_bytes :] = 1
+        return done
+
+    monkeypatch.setattr(ModelRunner, "set_placement", write_after)
+    with pytest.raises(SanitizerError, match="was written to"):
+        run(llm, ["attention,gdn"], PROMPTS[-1:])
+    llm.llm_engine.engine_core.shutdown()
 
 
 def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:

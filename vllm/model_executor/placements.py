@@ -68,8 +68,6 @@ def why_one_at_a_time(vllm_config: VllmConfig) -> str | None:
         return "drafts follow the steps of one placement (--speculative-config)"
     if vllm_config.kv_events_config is not None:
         return "events do not say which placement a block belongs to (--kv-events-config)"
-    if vllm_config.cache_config.sanitize:
-        return "--sanitize follows the memory of one placement"
     if vllm_config.scheduler_config.scheduler_cls is not None:
         return "--scheduler-cls brings a scheduler that does not know placements"
     return None

@@ -360,7 +360,7 @@ def test_loads_that_failed_are_the_connectors_business(bench: Bench) -> None:
     order, inputs = bench.upload(a=1)
     bench.end(order, inputs, KVConnectorOutput(invalid_block_ids={ids[FULL][0]}))
     with pytest.raises(SanitizerError, match="request a"):
-        bench.sanitizer._undefined.clear()
+        bench.sanitizer._requests.undefined.clear()
         bench.end(order, inputs, KVConnectorOutput())
 
 

@@ -24,6 +24,12 @@ class BlockJournal:
         self._generations: dict[tuple[int, int], int] = {}
         self._log: list[BlockOperation] = []
 
+    def forget_groups(self, group_ids: Sequence[int]) -> None:
+        """Other groups take these places; `take` gave what is known of the old ones."""
+        gone = set(group_ids)
+        known = self._generations
+        self._generations = {key: count for key, count in known.items() if key[0] not in gone}
+
     def taken(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Blocks of one group are free no longer."""
         if not blocks:

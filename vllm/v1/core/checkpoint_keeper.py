@@ -100,7 +100,8 @@ class CheckpointKeeper:
             copy = BlockCopy(self._own(manager), source.block_id, own.block_id)
             self._before.append(copy)
             if self._pool.pages.journal is not None:
-                self._pool.pages.journal.copied(copy)
+                of_all = BlockCopy(manager.group_id, copy.source, copy.target)
+                self._pool.pages.journal.copied(of_all)
             self._pool.free_blocks([source])
 
     def advance(self, request: Request, num_tokens: int) -> None:

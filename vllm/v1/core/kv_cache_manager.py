@@ -63,7 +63,7 @@ class KVCacheManager:
         plan = kv_cache_config.plan
         self.block_pool = BlockPool(plan) if pool is None else pool
         self._first_group = first_group
-        if sanitize:
+        if sanitize and self.block_pool.pages.journal is None:
             self.block_pool.pages.journal = BlockJournal()
         groups = kv_cache_config.kv_cache_groups
         has_state = kv_cache_config.has_mamba_layers

@@ -90,6 +90,8 @@ class PagePool:
             if old.live or len(old.idle):
                 raise RuntimeError(f"group {group_id} still has blocks")
             self.groups[group_id] = made
+            if self.journal is not None:
+                self.journal.forget_groups([group_id])
 
     def find_block(self, group_id: int, block_id: int) -> KVCacheBlock | None:
         """The block if its page belongs to the group and it has ever been used there."""

@@ -164,7 +164,7 @@ class CorePlacements:
             config = self._planned(index, placement, len(self._config.kv_cache_groups))
         placed = config.placements[index]
         have_journals = self._executor.collective_rpc(
-            "set_placement", args=(index, placement, config.of_placement(index))
+            "set_placement", args=(index, config, self._scheduler.take_block_log())
         )
         self._scheduler.set_placement(index, config)
         self._config = config

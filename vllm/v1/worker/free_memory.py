@@ -22,9 +22,11 @@ class SanitizerError(RuntimeError):
 
 @dataclass(frozen=True)
 class SanitizedGroup:
-    """One group of layers; `name` is for messages."""
+    """One group of layers, the `index`-th of its placement's `arena`; `name` is for messages."""
 
     name: str
+    arena: Arena
+    index: int
     spec: KVCacheSpec
     tags: GroupTags
     probe: GroupProbe
@@ -38,18 +40,23 @@ class SanitizedGroup:
 
 
 class FreeMemory:
-    """The blocks of all groups that nobody has, and the null page.
+    """The blocks of all groups that nobody has, and the null page. Groups are numbered through all
+    placements.
 
     A free block is NaN if its page was ever given out, else still zero, so that opening the arena
     costs nothing. `SanitizerError` if a block is not as it was left when it is taken.
     """
 
-    def __init__(self, arena: Arena, groups: Sequence[SanitizedGroup]) -> None:
-        self._arena = arena
-        self._groups = groups
+    def __init__(self, arena: Arena) -> None:
+        self._groups: dict[int, SanitizedGroup] = {}
         self._pages = arena.buffer.view(torch.int64).view(arena.plan.num_pages, -1)
         self._opened = np.zeros(arena.plan.num_pages, dtype=bool)
         self._opened[0] = True
+
+    def set_groups(self, first: int, groups: Sequence[SanitizedGroup]) -> None:
+        """Groups from `first` on, in the place of others, whose blocks are free, or further ones.
+        The log of what happened until then was replayed."""
+        self._groups |= dict(enumerate(groups, first))
 
     def reset(self) -> None:
         """The arena is new memory, all zero, and no request holds any of it."""
@@ -65,11 +72,11 @@ class FreeMemory:
     def replay(self, log: Sequence[BlockOperation]) -> None:
         """Copy, fill and check in the order in which the scheduler did these things."""
         for entry in log:
-            if isinstance(entry, BlockCopy):
-                self.check_copy(entry)
-                self._arena.copy_blocks([entry])
-                continue
             group = self._groups[entry.group_id]
+            if isinstance(entry, BlockCopy):
+                self.check_copy(group, entry)
+                group.arena.copy_blocks([BlockCopy(group.index, entry.source, entry.target)])
+                continue
             block_ids = np.array(entry.block_ids, dtype=np.int64)
             self._open_pages(group, block_ids)
             if isinstance(entry, BlocksFreed):
@@ -78,8 +85,8 @@ class FreeMemory:
             else:
                 self._take(group, entry, block_ids)
 
-    def check_copy(self, copy: BlockCopy) -> None:
-        group = self._groups[copy.group_id]
+    def check_copy(self, group: SanitizedGroup, copy: BlockCopy) -> None:
+        """`SanitizerError` if it is of a free block or to one."""
         for block_id in (copy.source, copy.target):
             if not group.tags.in_use[block_id]:
                 raise SanitizerError(

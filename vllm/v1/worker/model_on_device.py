@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,8 @@ from vllm.model_executor.models.interfaces import (
 from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.core.sched.output import BlockOperation
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, PlacementGroups
 from vllm.v1.spec_decode.drafter import (
     Drafter,
     DrafterMemory,
@@ -208,19 +209,19 @@ class ModelOnDevice:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the arena, bind each layer's view of it and make the metadata builders; then the
         same for the other placements that requests choose from, in the same memory."""
-        names = [placed.placement for placed in config.placements] or [""]
-        self.journal_pool.reserve(self._count_journals(name or None for name in names))
+        chosen = config.placements or [PlacementGroups("", 0, len(config.kv_cache_groups))]
+        self.journal_pool.reserve(self._count_journals(one.placement or None for one in chosen))
         self.placed = {}
-        for index, name in enumerate(names):
-            self._add_placement(index, name, config.of_placement(index))
-        if len(names) > 1:
+        for index, one in enumerate(chosen):
+            self._add_placement(index, one.placement, config.of_placement(index), one.first)
+        if len(chosen) > 1:
             self.use_placement(0)
-        if self.vllm_config.cache_config.sanitize:
-            self.sanitizer = Sanitizer(config, self.arena, self.block_tables, self.batch)
         if self.drafter is not None:
             self.drafter.bind(DrafterMemory(config, self.block_tables, self.metadata, self.inputs))
 
-    def _add_placement(self, index: int, placement: str, config: KVCacheConfig) -> None:
+    def _add_placement(
+        self, index: int, placement: str, config: KVCacheConfig, first_group: int
+    ) -> None:
         """Make what steps of a placement need, in the arena if there is one, and use it."""
         layers = self.layers
         if placement:
@@ -257,17 +258,33 @@ class ModelOnDevice:
                 builder.share_uploads(self.uploads)
             groups.append(StateGroup(group.layer_names, group.kv_cache_spec, builder))
         metadata = StepMetadata(groups, block_tables, layers, self.model_config.max_model_len)
+        sanitizer = None
+        if self.vllm_config.cache_config.sanitize:
+            others = (placed.sanitizer for placed in self.placed.values())
+            sanitizer = Sanitizer(
+                config, arena, block_tables, self.batch, first_group, next(others, None)
+            )
         self.placed[index] = PlacedState(
-            placement, config, layers, arena, block_tables, journals, groups, metadata
+            placement, config, layers, arena, block_tables, journals, groups, metadata, sanitizer
         )
         self.placed[index].attach_journals()
         self._take_up(index)
 
-    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> bool:
-        """Requests may choose a further placement, or one in the place of another that no request
-        has any more. Its steps run eagerly. Returns whether its journals, if it has any, find
+    def set_placement(
+        self,
+        index: int,
+        config: KVCacheConfig,
+        block_log: Sequence[BlockOperation] | None,
+    ) -> bool:
+        """Requests may choose a further placement, the `index`-th of `config`, or one in the place
+        of another that no request has any more: `block_log` has what became of its blocks if the
+        engine sanitizes. Its steps run eagerly. Returns whether its journals, if it has any, find
         room; else its steps write every state."""
-        self._add_placement(index, placement, config)
+        if self.sanitizer is not None:
+            self.sanitizer.memory.replay(block_log or ())
+        placed = config.placements[index]
+        placement = placed.placement
+        self._add_placement(index, placement, config.of_placement(index), placed.first)
         counts = self._count_journals([placement])
         return self.journal_pool.size is None or self.journal_pool.has_room_for(counts)
 
@@ -284,6 +301,7 @@ class ModelOnDevice:
         self.kv_cache_config, self.layers, self.arena = placed.config, placed.layers, placed.arena
         self.block_tables, self.journals = placed.block_tables, placed.journals
         self.groups, self.metadata, self.graphs = placed.groups, placed.metadata, placed.graphs
+        self.sanitizer = placed.sanitizer
 
     def state_memory(self) -> StateMemory:
         """The arena and what a connector may see of it."""

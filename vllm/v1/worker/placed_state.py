@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
+from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.state_journals import StateJournals
 from vllm.v1.worker.step_graphs import StepGraphs
 from vllm.v1.worker.step_metadata import StateGroup, StepMetadata
@@ -32,6 +33,7 @@ class PlacedState:
     journals: StateJournals | None
     groups: list[StateGroup]
     metadata: StepMetadata
+    sanitizer: Sanitizer | None
     graphs: StepGraphs = field(default_factory=StepGraphs)
 
     def bind(self) -> None:

@@ -75,16 +75,49 @@ class _StepTokens:
         return cls(requests, order.rows[requests], positions, real, sampled)
 
 
+class _Requests:
+    """What is known of requests, whatever their placement."""
+
+    def __init__(self) -> None:
+        self.serials: dict[str, int] = {}
+        self._num_serials = 0
+        #: those with blocks that a connector could not load; the scheduler will undo the step
+        self.undefined: set[str] = set()
+
+    def serial(self, req_id: str) -> int:
+        """The request as a writer."""
+        if req_id not in self.serials:
+            self._num_serials += 1
+            self.serials[req_id] = self._num_serials
+        return self.serials[req_id]
+
+    def forget(self, req_id: str) -> None:
+        self.serials.pop(req_id, None)
+        self.undefined.discard(req_id)
+
+
 class Sanitizer:
-    """One worker's checks; they wait for the device in every step."""
+    """One worker's checks of the steps of one placement; they wait for the device in every step.
+
+    `first_group`: how many groups the placements before have; `beside`: another placement's.
+    """
 
     def __init__(
-        self, config: KVCacheConfig, arena: Arena, tables: BlockTables, batch: InputBatch
+        self,
+        config: KVCacheConfig,
+        arena: Arena,
+        tables: BlockTables,
+        batch: InputBatch,
+        first_group: int = 0,
+        beside: Sanitizer | None = None,
     ) -> None:
         self._tables, self._batch = tables, batch
         self._groups = [
             SanitizedGroup(
-                f"group {i} ({group.kv_cache_spec.kind}: {_names(group.layer_names)})",
+                f"group {first_group + i} ({group.kv_cache_spec.kind}: "
+                f"{_names(group.layer_names)})",
+                arena,
+                i,
                 group.kv_cache_spec,
                 GroupTags(arena.plan.num_blocks(i), plan.blocks_per_page, *table.table.shape),
                 GroupProbe(arena, group, plan),
@@ -93,12 +126,10 @@ class Sanitizer:
                 zip(config.kv_cache_groups, arena.plan.groups, tables.groups, strict=True)
             )
         ]
-        self.memory = FreeMemory(arena, self._groups)
-        self._serials: dict[str, int] = {}
-        self._num_serials = 0
+        self.memory = FreeMemory(arena) if beside is None else beside.memory
+        self.memory.set_groups(first_group, self._groups)
+        self._requests = _Requests() if beside is None else beside._requests
         self._arrived: list[str] = []
-        #: requests with blocks that a connector could not load; the scheduler will undo the step
-        self._undefined: set[str] = set()
         self._nan_tokens: Tensor | None = None
         self._nan_samples: Tensor | None = None
         decisions.record(
@@ -114,12 +145,12 @@ class Sanitizer:
         the block lists. The batch knows the step's requests already."""
         self.memory.replay(output.block_log or [])
         for copy in output.copies_after:
-            self.memory.check_copy(copy)
-            self._groups[copy.group_id].tags.writer[copy.target] = CHECKPOINT
+            group = self._groups[copy.group_id]
+            self.memory.check_copy(group, copy)
+            group.tags.writer[copy.target] = CHECKPOINT
         self._arrived.clear()
         for req_id in output.finished_req_ids:
-            self._serials.pop(req_id, None)
-            self._undefined.discard(req_id)
+            self._requests.forget(req_id)
         for new in output.scheduled_new_reqs:
             self._attach(new.req_id, new.block_ids, replace=True)
         cached = output.scheduled_cached_reqs
@@ -131,11 +162,9 @@ class Sanitizer:
 
     def _attach(self, req_id: str, block_ids: tuple[list[int], ...], replace: bool) -> None:
         state = self._batch.requests[req_id]
-        if req_id not in self._serials:
-            self._num_serials += 1
-            self._serials[req_id] = self._num_serials
+        serial = self._requests.serial(req_id)
         if replace:
-            self._undefined.discard(req_id)
+            self._requests.undefined.discard(req_id)
             self._arrived.append(req_id)
         for group, ids in zip(self._groups, block_ids, strict=True):
             start = 0 if replace else int(group.tags.count[state.row])
@@ -143,9 +172,7 @@ class Sanitizer:
             own = (
                 0 if group.spec.is_recurrent else state.num_computed_tokens // group.spec.block_size
             )
-            clash = group.tags.attach(
-                state.row, start, np.array(ids, dtype=np.int64), own, self._serials[req_id]
-            )
+            clash = group.tags.attach(state.row, start, np.array(ids, dtype=np.int64), own, serial)
             if clash is not None:
                 index, writer = clash
                 problem = f"is given to it to write, but it is {self._writer_name(writer)}'s"
@@ -154,13 +181,15 @@ class Sanitizer:
     def _writer_name(self, writer: int) -> str:
         if writer == CHECKPOINT:
             return "a checkpoint"
-        names = {serial: req_id for req_id, serial in self._serials.items()}
+        names = {serial: req_id for req_id, serial in self._requests.serials.items()}
         return f"request {names[writer]}" if writer in names else "an ended request"
 
     def check_inputs(self, order: StepOrder, inputs: StepInputs) -> None:
         """Compare the uploaded block tables and slots with what each request may use."""
         tokens = _StepTokens.of(order, inputs)
-        serials = np.array([self._serials[req_id] for req_id in order.req_ids], dtype=np.int32)
+        serials = np.array(
+            [self._requests.serials[req_id] for req_id in order.req_ids], dtype=np.int32
+        )
         ends = order.num_computed + order.num_scheduled
         padded_rows = len(inputs.seq_lens)
         for group, table in zip(self._groups, self._tables.groups, strict=True):
@@ -231,7 +260,7 @@ class Sanitizer:
         tokens = _StepTokens.of(order, inputs)
         suspects = self._nan_outputs(order, tokens) | self._nan_writes(order, tokens)
         for i in np.flatnonzero(suspects).tolist():
-            if order.req_ids[i] not in self._undefined:
+            if order.req_ids[i] not in self._requests.undefined:
                 raise self._explain(order, i)
 
     def _exempt(self, order: StepOrder, transfers: KVConnectorOutput) -> None:
@@ -243,7 +272,7 @@ class Sanitizer:
                 continue
             for req_id, row in zip(order.req_ids, order.rows.tolist(), strict=True):
                 if not invalid.isdisjoint(group.tags.ids[row, : group.tags.count[row]].tolist()):
-                    self._undefined.add(req_id)
+                    self._requests.undefined.add(req_id)
 
     def _nan_outputs(self, order: StepOrder, tokens: _StepTokens) -> np.ndarray:
         bad = np.zeros(order.num_reqs, dtype=bool)
@@ -275,7 +304,7 @@ class Sanitizer:
         """
         for req_id in self._arrived:
             state = self._batch.requests[req_id]
-            if req_id in self._undefined or not state.num_computed_tokens:
+            if req_id in self._requests.undefined or not state.num_computed_tokens:
                 continue
             for group in self._groups:
                 if group.spec.is_recurrent is recurrent:

@@ -42,7 +42,7 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.placed_arena import PlacementSpecs
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import BlockOperation, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
@@ -252,9 +252,11 @@ class Worker:
         """See `Executor.get_journal_bytes`."""
         return self.model_runner.journal_bytes(placement)
 
-    def set_placement(self, index: int, placement: str, config: KVCacheConfig) -> bool:
+    def set_placement(
+        self, index: int, config: KVCacheConfig, block_log: list[BlockOperation] | None
+    ) -> bool:
         """See `ModelRunner.set_placement`."""
-        return self.model_runner.set_placement(index, placement, config)
+        return self.model_runner.set_placement(index, config, block_log)
 
     def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
         """Use these mixers, with memory for them, and capture their graphs; no request is left."""

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_events.messages import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import BlockOperation, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, SchedulerStats
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
@@ -94,6 +94,10 @@ class SchedulerInterface(ABC):
         """Forget what is cached of a placement; False, and nothing has changed, while any request
         that has started uses it. Others have to await a placement again."""
         return False
+
+    def take_block_log(self) -> list[BlockOperation] | None:
+        """What happened to blocks since the last step; None unless the engine sanitizes."""
+        return None
 
     def set_placement(self, placement: int, kv_cache_config: KVCacheConfig) -> None:
         """Requests may choose a further placement, or one in the place of a retired one; the arena

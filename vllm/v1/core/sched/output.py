@@ -110,7 +110,8 @@ class SchedulerOutput:
     computed tokens; workers drop them (they come back in `resumed_req_ids`, possibly of the same
     step). `copies_before` are made before the forward pass,
     `copies_after` after it. `block_log` (only with `--sanitize`): what happened to blocks since the
-    last step, in order; it contains `copies_before`.
+    last step, in order; it contains `copies_before`. Its groups are those of all placements, the
+    copies' those of the step's.
 
     `scheduled_spec_decode_tokens`: of requests that verify drafts in this step, these; -1 where
     only the device knows them. They are among the tokens of `num_scheduled_tokens`, and the request

@@ -189,7 +189,7 @@ class Scheduler(SchedulerAdmission):
             decode_set_id=decodes.set_id if decodes else 0,
             copies_before=copies_before,
             copies_after=copies_after,
-            block_log=self.kv_cache_manager.take_block_log(),
+            block_log=self.take_block_log(),
             kept_states=kept_states,
             num_next_drafts=drafts,
             placement=step.placement,

@@ -13,7 +13,7 @@ from vllm.v1.core.placement_caches import PlacementCaches
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import BlockOperation, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.step_plan import DecodeSet
 from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
@@ -137,6 +137,9 @@ class SchedulerState(SchedulerInterface):
             self.caches[placement].discard_match(request)
             request.placement, request.awaits_placement = 0, True
         return True
+
+    def take_block_log(self) -> list[BlockOperation] | None:
+        return self.kv_cache_manager.take_block_log()
 
     def set_placement(self, placement: int, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config
