@@ -79,8 +79,8 @@ def _up_before_gate(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "another expert": (_change_routing(_other_expert), FAMILIES),
-    "equal weights": (_change_routing(_equal_weights), FAMILIES),
+    "another expert": (_change_routing(_other_expert), (*FAMILIES, "kimi_linear")),
+    "equal weights": (_change_routing(_equal_weights), (*FAMILIES, "kimi_linear")),
     "other sum of weights": (_no_renormalisation, FAMILIES),
     "halves swapped": (_up_before_gate, FAMILIES),
     "shared expert without gate": (_change_routing(_ungated_shared), WITH_SHARED),

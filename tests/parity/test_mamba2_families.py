@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
-#: of each family the fullest; the others are in test_mamba2_power
-FAMILIES = ("nemotron_h_moe", "granite_h", "falcon_h1", "bamba")
+FAMILIES = (
+    *("nemotron_h", "nemotron_h_moe", "granite_h", "granite_h_dense", "falcon_h1", "bamba"),
+)
 NUM_TOKENS = 20
 
 
