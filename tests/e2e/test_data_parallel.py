@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,51 @@ def test_tokens_and_hidden_states_of_two_replicas(
         assert all(b < a for b, a in zip(before, after, strict=True)), "both replicas"
 
 
+def completed(
+    server: RemoteServer, prompt: list[int], headers: dict[str, str] | None = None
+) -> list[int]:
+    """The tokens of a greedy completion."""
+    body = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": NUM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    reply = server.http.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+@pytest.mark.slow
+def test_a_server_per_replica(asked: list[list[int]], expected: list[list[int]]) -> None:
+    """With upstream's flags for replicas behind a load balancer; each server knows its rank, and
+    the first is ready without the second."""
+    flags = ["--max-model-len", "256", "--dtype", "float32", "-dp", "2"]
+    flags += ["--data-parallel-address", "10.255.255.1", "--data-parallel-rpc-port", "13345"]
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    model = tiny_model("qwen3_5")
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(RemoteServer(model, *flags, "-dpn", str(rank), env=environment))
+            for rank in (0, 1)
+        ]
+        for rank, server in enumerate(servers):
+            found = [completed(server, prompt) for prompt in asked[rank::2]]
+            assert found == expected[rank::2]
+            metrics = server.http.get("/metrics").text
+            assert f'vllm:request_success_total{{engine="{rank}",' in metrics
+            assert f'engine="{1 - rank}"' not in metrics
+            shown = {one["what"]: one["chosen"] for one in server.http.get("/decisions").json()}
+            assert shown["--data-parallel-address"] == "unused"
+            other = {"X-data-parallel-rank": str(1 - rank)}
+            body = {"model": server.model, "prompt": asked[0], "max_tokens": 1}
+            reply = server.http.post("/v1/completions", json=body, headers=other)
+            assert reply.status_code == 400 and "data_parallel_rank" in reply.text
+
+
 @pytest.mark.slow
 def test_a_server_with_two_replicas(asked: list[list[int]], expected: list[list[int]]) -> None:
     flags = ["-dp", "2", "-asc", "2", "--max-model-len", "256", "--dtype", "float32"]
@@ -101,18 +147,8 @@ def test_a_server_with_two_replicas(asked: list[list[int]], expected: list[list[
         assert len(server.children()) == 5 and len(commands) == 1, commands
         replies = []
         for index, prompt in enumerate(asked):
-            body = {
-                "model": server.model,
-                "prompt": prompt,
-                "max_tokens": NUM_TOKENS,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
             headers = {"X-data-parallel-rank": str(index % 2)}
-            reply = server.http.post("/v1/completions", json=body, headers=headers)
-            assert reply.status_code == 200, reply.text
-            replies.append(reply.json()["choices"][0]["token_ids"])
+            replies.append(completed(server, prompt, headers))
         assert replies == expected
         text = server.http.get("/metrics").text
         for rank in (0, 1):

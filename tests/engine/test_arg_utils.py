@@ -153,9 +153,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--nnodes 2 beside kv_connector MultiConnector",
     ),
     ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank 2.*0 to"),
-    ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address.*--data-parallel-hybrid-lb"),
-    ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port.*several hosts"),
-    ({"data_parallel_backend": "ray"}, "--data-parallel-backend.*Ray"),
+    ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address 10.*--data-parallel-start-r"),
+    ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port 5000.*replicas on other hosts"),
+    ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray.*with --data-parallel-rank"),
+    ({"data_parallel_backend": "slurm"}, "--data-parallel-backend"),
+    ({"all2all_backend": "deepep_low_latency"}, "--all2all-backend.*another exchange.*leave it"),
     ({**SHARED_EXPERTS, "data_parallel_rank": 1}, "one server runs all of them; leave out"),
     ({**SHARED_EXPERTS, **TWO_HOSTS}, "processes of one host; for several hosts"),
     ({**SHARED_EXPERTS, "distributed_executor_backend": "ray"}, "or Ray, use --tensor-parallel"),
@@ -219,6 +221,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_refused(llama: str, given: dict[str, Any], message: str) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         EngineArgs(**{"model": llama, **given}).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [["-dpn", "1"], ["-dpe", "-dpn", "1"], ["-dpl", "1", "-dpr", "1"], ["-dph", "-dpl", "1"]],
+)
+def test_where_servers_would_meet_is_unused_where_they_need_not(
+    llama: str, servers: list[str]
+) -> None:
+    """Upstream's command lines for replicas behind a load balancer have all of it."""
+    meeting = ["-dpa", "10.0.0.1", "-dpp", "13345", "-dpb", "ray"]
+    line = ["--model", llama, "-dp", "2", *servers]
+    config = parse(*line, *meeting).create_engine_config()
+    unused = {
+        decision.what: decision.instead_of
+        for decision in config.decisions.decisions()
+        if decision.chosen == "unused"
+    }
+    assert unused == {
+        "--data-parallel-address": "10.0.0.1",
+        "--data-parallel-rpc-port": "13345",
+        "--data-parallel-backend": "ray",
+    }
+    plain = parse(*line).create_engine_config()
+    assert plain.parallel_config.local_ranks == config.parallel_config.local_ranks
+    assert not [one for one in plain.decisions.decisions() if one.chosen == "unused"]
+
+
+def test_the_exchange_of_tokens_that_there_is_may_be_named() -> None:
+    line = ["-dp", "2", "-ep", "--all2all-backend", "allgather_reducescatter"]
+    assert parse(*line) == parse(*line[:3])
+    assert EngineArgs(all2all_backend=None).all2all_backend is None
 
 
 def test_experts_that_follow_the_traffic_are_counted(llama: str) -> None:

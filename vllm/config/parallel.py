@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the model is spread over devices."""
 
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from vllm.config.eplb import EPLBConfig
+from vllm.config.replica_flags import ReplicaFlags
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import FlagKind, config, option
 
@@ -17,86 +17,6 @@ _SIZES: dict[str, tuple[str, str]] = {
 }
 #: of `--distributed-timeout-seconds`, for hosts that wait for each other
 _HOSTS_TIMEOUT_S = 300
-
-
-@dataclass(frozen=True)
-class ReplicaFlags:
-    """What the `--data-parallel-...` flags say; None is a flag that is absent.
-
-    Replicas that have all experts compute nothing together, so servers that share them need not
-    know of each other.
-    """
-
-    size: int
-    size_local: int | None
-    rank: int | None
-    start_rank: int | None
-    external_lb: bool
-    hybrid_lb: bool
-
-    def local_ranks(self) -> range:
-        """The ranks of this server's replicas; `VLLMValidationError` for flags that contradict
-        each other, or that ask for replicas elsewhere."""
-        if self.rank is not None or self.external_lb:
-            return self._external()
-        if self.hybrid_lb or self.start_rank is not None:
-            return self._hybrid()
-        if self.size_local not in (None, self.size):
-            raise VLLMValidationError(
-                f"--data-parallel-size-local {self.size_local} of --data-parallel-size {self.size}:"
-                " one server cannot reach replicas on other hosts; start a server for each part "
-                "with --data-parallel-hybrid-lb and --data-parallel-start-rank, behind a load "
-                "balancer",
-                "data_parallel_size_local",
-                self.size_local,
-            )
-        return range(self.size)
-
-    def _external(self) -> range:
-        """One replica per server."""
-        if self.hybrid_lb or self.start_rank is not None:
-            raise VLLMValidationError(
-                "--data-parallel-rank and --data-parallel-external-lb are for servers with one "
-                "replica, --data-parallel-hybrid-lb and --data-parallel-start-rank for servers "
-                "with several; use one of them",
-                "data_parallel_rank",
-                self.rank,
-            )
-        if self.rank is None:
-            raise VLLMValidationError(
-                "--data-parallel-external-lb needs --data-parallel-rank: which replica this "
-                "server is",
-                "data_parallel_external_lb",
-            )
-        if self.size_local not in (None, 1):
-            raise VLLMValidationError(
-                f"--data-parallel-rank is for one replica, --data-parallel-size-local "
-                f"{self.size_local} for several; use --data-parallel-start-rank",
-                "data_parallel_size_local",
-                self.size_local,
-            )
-        return self._within("rank", self.rank, 1)
-
-    def _hybrid(self) -> range:
-        """Some of the replicas."""
-        if self.size_local is None:
-            raise VLLMValidationError(
-                "--data-parallel-hybrid-lb and --data-parallel-start-rank need "
-                "--data-parallel-size-local: how many of the replicas this server runs",
-                "data_parallel_size_local",
-            )
-        return self._within("start_rank", self.start_rank or 0, self.size_local)
-
-    def _within(self, field: str, first: int, count: int) -> range:
-        if first < 0 or first + count > self.size:
-            flag = f"--data-parallel-{field.replace('_', '-')} {first}"
-            raise VLLMValidationError(
-                f"{flag} with {count} replicas here: ranks are 0 to --data-parallel-size less 1, "
-                f"{self.size - 1}",
-                f"data_parallel_{field}",
-                first,
-            )
-        return range(first, first + count)
 
 
 @config
@@ -149,6 +69,21 @@ class ParallelConfig:
         default=False,
         aliases=("-dph",),
         help="A server for some of the replicas, from `--data-parallel-start-rank` (0) on.",
+    )
+    data_parallel_address: str | None = option(
+        default=None,
+        aliases=("-dpa",),
+        help="Where replicas of other hosts would meet: those of a server of their own "
+        "(`--data-parallel-rank`, `--data-parallel-start-rank`) need not, and it is unused.",
+    )
+    data_parallel_rpc_port: int | None = option(
+        default=None, aliases=("-dpp",), help="The port, as `--data-parallel-address`."
+    )
+    data_parallel_backend: Literal["mp", "ray"] = option(
+        default="mp",
+        aliases=("-dpb",),
+        help="What starts replicas: each is a process of its server's host. `ray` only with "
+        "`--data-parallel-rank` or `--data-parallel-start-rank`, where it is unused.",
     )
     decode_context_parallel_size: PositiveInt = option(
         default=1, aliases=("-dcp",), help="Devices that share a sequence's cache (only 1 so far)."
@@ -226,6 +161,7 @@ class ParallelConfig:
                     f"{flag} {size} is not supported yet, only 1; {instead}", field, size
                 )
         _ = self.local_ranks  # checks its flags
+        self.replica_flags.check_meeting()
         if self.replicas_share_experts:
             self._check_shared_experts()
         self._check_eplb()
@@ -344,6 +280,11 @@ class ParallelConfig:
     @property
     def local_ranks(self) -> range:
         """The replicas of this server."""
+        return self.replica_flags.local_ranks()
+
+    @property
+    def replica_flags(self) -> ReplicaFlags:
+        """What was said about replicas."""
         return ReplicaFlags(
             self.data_parallel_size,
             self.data_parallel_size_local,
@@ -351,7 +292,10 @@ class ParallelConfig:
             self.data_parallel_start_rank,
             self.data_parallel_external_lb,
             self.data_parallel_hybrid_lb,
-        ).local_ranks()
+            self.data_parallel_address,
+            self.data_parallel_rpc_port,
+            self.data_parallel_backend,
+        )
 
     @property
     def replicas_share_experts(self) -> bool:

@@ -67,6 +67,7 @@ def _resolve(config: VllmConfig) -> None:
         _check_placement(config)
         _check_pipeline(config)
         _check_hosts(config)
+        _note_unused_flags(config)
         _check_shared_experts(config)
         _resolve_expert_counts(config)
         _resolve_quantization(config)
@@ -79,6 +80,13 @@ def _resolve(config: VllmConfig) -> None:
     _resolve_speculation(config)
     _check_hybrid_manager(config)
     _resolve_graphs(config)
+
+
+def _note_unused_flags(config: VllmConfig) -> None:
+    """Command lines for servers that meet are right for servers that need not."""
+    for flag, value in config.parallel_config.replica_flags.meeting.items():
+        why = "a server's replicas are processes of its host, and need not know of other servers'"
+        decisions.record(flag, "unused", why, value)
 
 
 def check_architecture(model: ModelConfig) -> None:

@@ -28,11 +28,6 @@ class UnsupportedFlag:
 
 
 _LORA = ("LoRA adapters", "merge the adapter into the checkpoint")
-_EP = ("expert parallelism over replicas", "use --enable-expert-parallel alone")
-_DP_HOSTS = (
-    "replicas on several hosts behind one server",
-    "leave it out on one host, or start a server per host with --data-parallel-hybrid-lb",
-)
 _CP = ("context parallelism", "leave it out")
 _DBO = ("dual-batch overlap", "leave it out")
 _MEDIA = ("image, audio and video input", "send text")
@@ -67,24 +62,27 @@ UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     "video_pruning_rate": UnsupportedFlag(None, *_MEDIA),
     "ec_transfer_config": UnsupportedFlag(None, *_MEDIA),
     # parallelism
-    "data_parallel_address": UnsupportedFlag(None, *_DP_HOSTS, aliases=("-dpa",)),
-    "data_parallel_rpc_port": UnsupportedFlag(None, *_DP_HOSTS, aliases=("-dpp",)),
-    "data_parallel_backend": UnsupportedFlag(
-        "mp", "starting replicas with Ray", "leave it out: each is a process", aliases=("-dpb",)
-    ),
     "prefill_context_parallel_size": UnsupportedFlag(1, *_CP, aliases=("-pcp",)),
-    "all2all_backend": UnsupportedFlag(None, *_EP),
+    "all2all_backend": UnsupportedFlag(
+        "allgather_reducescatter", "another exchange of tokens between replicas", "leave it out"
+    ),
     "enable_dbo": UnsupportedFlag(False, *_DBO),
-    "enable_elastic_ep": UnsupportedFlag(False, *_EP),
-    "expert_placement_strategy": UnsupportedFlag("linear", *_EP),
-    "enable_return_routed_experts": UnsupportedFlag(False, *_EP),
+    "enable_elastic_ep": UnsupportedFlag(
+        False, "replicas that come and go", "restart with another --data-parallel-size"
+    ),
+    "expert_placement_strategy": UnsupportedFlag(
+        "linear", "other runs of experts", "use --enable-eplb, which places them by the traffic"
+    ),
+    "enable_return_routed_experts": UnsupportedFlag(
+        False, "the experts of each token", "use --expert-counts, which counts them"
+    ),
     "ubatch_size": UnsupportedFlag(0, *_DBO),
     "dbo_decode_token_threshold": UnsupportedFlag(32, *_DBO),
     "dbo_prefill_token_threshold": UnsupportedFlag(512, *_DBO),
     "dcp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
     "cp_kv_cache_interleave_size": UnsupportedFlag(1, *_CP),
     "disable_nccl_for_dp_synchronization": UnsupportedFlag(
-        None, "steps that replicas take together", "leave it out: each takes its own"
+        None, "NCCL between schedulers", "leave it out: they agree over sockets"
     ),
     "ray_workers_use_nsight": UnsupportedFlag(False, "Ray workers", "profile one process"),
     "numa_bind": UnsupportedFlag(False, "NUMA binding", "start the server under numactl"),
@@ -197,10 +195,11 @@ def _settings(name: str, flag: UnsupportedFlag) -> dict[str, Any]:
 def check_unsupported(
     given: Mapping[str, Any], table: Mapping[str, UnsupportedFlag] = UNSUPPORTED_FLAGS
 ) -> None:
-    """Raise `VLLMValidationError` for a flag of the table that is not at its default."""
+    """Raise `VLLMValidationError` for a flag of the table that is neither absent (None) nor at its
+    default."""
     for name, flag in table.items():
-        value = given.get(name, flag.default)
-        if value != flag.default and not (value in ({}, [], "") and not flag.default):
+        value = given.get(name)
+        if value not in (None, flag.default) and not (value in ({}, [], "") and not flag.default):
             raise VLLMValidationError(
                 f"{flag_name(name)} {value!r}: not supported yet: {flag.what}; "
                 f"instead, {flag.instead}",

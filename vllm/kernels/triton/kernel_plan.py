@@ -56,6 +56,9 @@ _OF_ONE_REPLICA = frozenset(
         "data_parallel_size_local",
         "data_parallel_external_lb",
         "data_parallel_hybrid_lb",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "data_parallel_backend",
     }
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
