@@ -22,7 +22,7 @@ from tests.distributed.kv_transfer.toy_connectors import (
     PlainConnector,
     plain,
 )
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import KVTransferConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer import (
     connector_acts_on_every_layer,
     ensure_kv_transfer_initialized,
@@ -201,11 +201,19 @@ def test_registration_does_not_import() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
 
+def one_geometry(name: str = "PlainConnector") -> VllmConfig:
+    """As resolved for a connector that handles one state group."""
+    return VllmConfig(
+        kv_transfer_config=plain(name),
+        scheduler_config=SchedulerConfig(disable_hybrid_kv_cache_manager=True),
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["PlainConnector", "ConfigNamedConnector", "AnyArgumentsConnector"]
 )
 def test_constructors_are_called_by_position(name: str) -> None:
-    vllm_config, caches = VllmConfig(kv_transfer_config=plain(name)), cache_config(16, None)
+    vllm_config, caches = one_geometry(name), cache_config(16, None)
     made = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.SCHEDULER, caches)
     assert made._vllm_config is vllm_config and made._kv_cache_config is caches
     assert made.role is KVConnectorRole.SCHEDULER
@@ -218,10 +226,14 @@ def test_constructor_of_the_old_shape() -> None:
 
 
 def test_one_group_connector_and_several_groups() -> None:
-    vllm_config = VllmConfig(kv_transfer_config=plain())
+    vllm_config, one_group = one_geometry(), cache_config(16, None)
     with pytest.raises(ValueError, match="one state group.*keeps 2"):
         KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, cache_config())
-    one_group = cache_config(16, None)
+    hybrid = VllmConfig(kv_transfer_config=plain())
+    for role in KVConnectorRole:
+        for caches in (one_group, cache_config(), None):
+            with pytest.raises(ValueError, match="set --disable-hybrid-kv-cache-manager"):
+                KVConnectorFactory.create_connector(hybrid, role, caches)
     made = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.WORKER, one_group)
     assert isinstance(made, PlainConnector)
     with pytest.raises(ValueError, match="kv_transfer_config"):
@@ -234,11 +246,11 @@ def test_connector_outside_of_workers(no_group: None) -> None:
         get_kv_transfer_group()
     ensure_kv_transfer_initialized(VllmConfig(), None)
     assert not has_kv_transfer_group()
-    ensure_kv_transfer_initialized(VllmConfig(kv_transfer_config=plain()), cache_config(16, None))
+    ensure_kv_transfer_initialized(one_geometry(), cache_config(16, None))
     made = get_kv_transfer_group()
     assert made.role is KVConnectorRole.WORKER and is_v1_kv_transfer_group()
     assert connector_acts_on_every_layer()
-    ensure_kv_transfer_initialized(VllmConfig(kv_transfer_config=plain()), cache_config(16, None))
+    ensure_kv_transfer_initialized(one_geometry(), cache_config(16, None))
     assert get_kv_transfer_group() is made
     ensure_kv_transfer_shutdown()
     assert not has_kv_transfer_group() and not connector_acts_on_every_layer()

@@ -271,6 +271,7 @@ def test_groups_only_if_all_children_can() -> None:
     ):
         config = multi_config(*children)
         assert KVConnectorFactory.supports_hma_config(config.kv_transfer_config) is expected
+        config.scheduler_config.disable_hybrid_kv_cache_manager = not expected
         multi = KVConnectorFactory.create_connector(
             config, KVConnectorRole.SCHEDULER, cache_config(16, None)
         )

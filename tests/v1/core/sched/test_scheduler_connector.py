@@ -73,7 +73,7 @@ def test_order_of_calls_without_any_match():
 
 
 def test_single_group_connector_gets_one_list():
-    driver = make_driver("OneGroupConnector")
+    driver = make_driver("OneGroupConnector", disable_hybrid_kv_cache_manager=True)
     driver.add(make_request("a", prompt_of(0, 20), max_tokens=1))
     driver.run()
     assert ("finished", "a", "FINISHED_LENGTH_CAPPED", [1, 2]) in driver.connector.calls

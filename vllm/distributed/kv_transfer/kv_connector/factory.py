@@ -96,21 +96,39 @@ class KVConnectorFactory:
     ) -> KVConnectorBase_V1:
         """The connector of one side.
 
-        ValueError without `kv_transfer_config`, or when the model keeps several state groups and
-        the connector can handle only one.
+        ValueError without `kv_transfer_config`, and where the connector can handle only one state
+        group but the hybrid allocator is on, or the model keeps several all the same.
         """
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ValueError("kv_transfer_config must be set to create a connector")
         connector_cls = cls.get_connector_class(transfer)
-        num_groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
-        if num_groups > 1 and not connector_cls.supports_hma_config(transfer):
-            raise ValueError(
-                f"KV connector {connector_cls.__name__} handles one state group, but the model "
-                f"keeps {num_groups}; use a connector that implements SupportsHMA"
-            )
+        if not connector_cls.supports_hma_config(transfer):
+            _check_one_group(connector_cls, config, kv_cache_config)
         logger.info("KV connector %s (%s side)", connector_cls.__name__, role.name.lower())
         return connector_cls(config, role, kv_cache_config)
+
+
+def _check_one_group(
+    connector_cls: type[KVConnectorBase_V1],
+    config: VllmConfig,
+    kv_cache_config: KVCacheConfig | None,
+) -> None:
+    """Of a connector that handles no more; see `KVConnectorFactory.create_connector`."""
+    instead = "or use a connector that implements SupportsHMA"
+    if not config.scheduler_config.disable_hybrid_kv_cache_manager:
+        raise ValueError(
+            f"KV connector {connector_cls.__name__} handles one state group, but the hybrid "
+            "allocator is on, which may keep several: set --disable-hybrid-kv-cache-manager, "
+            f"{instead}"
+        )
+    num_groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
+    if num_groups > 1:
+        raise ValueError(
+            f"KV connector {connector_cls.__name__} handles one state group, but the model keeps "
+            f"{num_groups} without the hybrid allocator too: leave out what it keeps besides, "
+            f"{instead}"
+        )
 
 
 def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
