@@ -316,6 +316,18 @@ def as_first_rank_of(
         _groups.tp, _groups.pp, _groups.dp = own
 
 
+@contextmanager
+def as_rank(rank: int, tp_size: int) -> Iterator[None]:
+    """Inside the block this process is `rank` of `tp_size` for whoever asks, and cannot communicate
+    with the others: for workers side by side in one process."""
+    own = _groups.tp
+    _groups.tp = GroupCoordinator(ranks=tuple(range(tp_size)), rank_in_group=rank)
+    try:
+        yield
+    finally:
+        _groups.tp = own
+
+
 def model_parallel_is_initialized() -> bool:
     return _groups.initialized
 

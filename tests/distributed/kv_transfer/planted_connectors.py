@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 BLOCK = 16
 #: every byte of a damaged block
@@ -48,14 +49,16 @@ class SampleConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps whole prompts of attention models by their tokens; loads beside the steps. `fault`, a
     setting, names one of the mistakes marked below."""
 
-    #: directory of the case -> name -> blocks
-    stores: ClassVar[dict[str, dict[tuple[int, ...], torch.Tensor]]] = {}
+    #: directory of the case and rank -> name -> blocks
+    stores: ClassVar[dict[tuple[str, int], dict[tuple[int, ...], torch.Tensor]]] = {}
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = self._kv_transfer_config.kv_connector_extra_config
         self.fault = settings.get("fault")
-        self.store = self.stores.setdefault(settings["storage"], {})
+        self.rank = get_tensor_model_parallel_rank()
+        self.storage = settings["storage"]
+        self.store = self.stores.setdefault((self.storage, self.rank), {})
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.new_loads: dict[str, Move] = {}
         self.new_stores: list[Move] = []
@@ -112,6 +115,9 @@ class SampleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
         name = self.prompts.pop(request.request_id, ())
+        if self.fault == "expects-two-groups":
+            _full, _window = block_ids
+            return False, None
         if self.fault == "raised":
             raise KeyError("a mistake")
         blocks = block_ids[0][: len(name) // BLOCK]
@@ -123,6 +129,8 @@ class SampleConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- worker side
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if self.fault == "one-rank-raises" and self.rank:
+            raise KeyError("a mistake")
         for move in kv_connector_metadata.stores:
             blocks = self.blocks[move.block_ids].clone()
             if self.fault == "wrong-bits":
@@ -137,21 +145,30 @@ class SampleConnector(KVConnectorBase_V1, SupportsHMA):
                 if blocks is not None and block:
                     self.blocks[block] = blocks[place]
                 bad = blocks is None or bool((blocks[place] == DAMAGED).all())
-                if bad and self.fault != "broken-data-decoded":
+                silent = self.fault == "one-rank-looks" and self.rank
+                if bad and not silent and self.fault != "broken-data-decoded":
                     self.errors.add((0, block))
             if self.fault != "never-settles":
                 self.received.add(move.req_id)
             if self.errors:
-                self.store.pop(move.name, None)
+                for (storage, _), store in self.stores.items():
+                    if storage == self.storage:  # what one rank lacks none can load
+                        store.pop(move.name, None)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
         sent, received = self.sent, self.received
         self.sent, self.received = set(), set()
+        if self.fault == "one-rank-reports" and self.rank:
+            return None, None
         return (None if self.fault == "never-sent" else sent), received
 
     def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
         errors, self.errors = self.errors, set()
         return errors
+
+    def wait_for_transfers(self, timeout_s: float) -> None:
+        if self.fault == "wait-hangs":
+            threading.Event().wait(30)
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 

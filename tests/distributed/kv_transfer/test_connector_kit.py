@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from vllm.testing.connectors import (
     ConnectorCase,
     ContractViolation,
     check_random_lives,
+    damage_files,
 )
 from vllm.testing.connectors import checks as kit_checks
 from vllm.testing.connectors import engine as kit_engine
+from vllm.testing.connectors import worker as kit_worker
+from vllm.testing.connectors.checks import running
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +49,20 @@ OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 300_000},
 }
-FILES: dict[str, Any] = {
-    "kv_connector": "OffloadingConnector",
-    "kv_connector_extra_config": {
-        "cpu_bytes_to_use": 16_400,  # the longest prompt fits, and no two
-        "secondary_tiers": [{"type": "fs", "root_dir": "{storage}", "max_bytes": 200_000}],
-    },
-}
+
+
+def files(num_ranks: int) -> dict[str, Any]:
+    """Both sizes are those of all ranks together."""
+    tier = {"type": "fs", "root_dir": "{storage}", "max_bytes": 200_000 * num_ranks}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "cpu_bytes_to_use": 16_400 * num_ranks,  # the longest prompt fits, and no two
+            "secondary_tiers": [tier],
+        },
+    }
+
+
 EXAMPLE: dict[str, Any] = {
     "kv_connector": "ExampleConnector",
     "kv_connector_extra_config": {"shared_storage_path": "{storage}"},
@@ -68,21 +79,37 @@ EXTRACTION: dict[str, Any] = {
 MULTI: dict[str, Any] = {
     "kv_connector": "MultiConnector",
     "kv_connector_extra_config": {
-        "connectors": [{**FILES, "kv_role": "kv_both"}, {**EXAMPLE, "kv_role": "kv_both"}]
+        "connectors": [{**files(1), "kv_role": "kv_both"}, {**EXAMPLE, "kv_role": "kv_both"}]
     },
 }
+
+
+def damage_files_of_a_rank(
+    scheduler: KVConnectorBase_V1, worker: KVConnectorBase_V1, storage: Path, damage: str
+) -> bool:
+    """Those of the second rank."""
+    folders = storage.rglob("r1")
+    return any([damage_files(scheduler, worker, folder, damage) for folder in folders])
+
+
 CASES = {
     "offloading": ConnectorCase(
         OFFLOADING, ("window", "compressed", "hybrid_rows"), damage_host_memory
     ),
-    "files": ConnectorCase(FILES, ("hybrid", "compressed")),
+    "files": ConnectorCase(files(1), ("hybrid", "compressed")),
     "example": ConnectorCase(EXAMPLE, ("attention",)),
     "multi": ConnectorCase(MULTI, ("attention",)),
     "rows": ConnectorCase(
         ROWS, ("hybrid_rows",), loads=False, options={"speculative_config": EXTRACTION}
     ),
 }
+#: the same on two ranks
+CASES["offloading-2"] = replace(CASES["offloading"], kinds=("window",), num_workers=2)
+CASES["files-2"] = ConnectorCase(files(2), ("hybrid",), damage_files_of_a_rank, num_workers=2)
 RUNS = [(name, kind) for name, case in CASES.items() for kind in case.kinds]
+#: mistakes that only several workers show, and one that shows on models with several groups
+ON_TWO_RANKS = ("one-rank-reports", "one-rank-looks", "one-rank-raises")
+ON_SEVERAL_GROUPS = ("expects-two-groups",)
 #: the sample's mistake -> the check that finds it, and the violation's name
 CAUGHT_BY = {
     "metadata-not-picklable": ("exact-bits", "metadata-not-picklable"),
@@ -97,6 +124,11 @@ CAUGHT_BY = {
     "never-sent": ("exact-bits", "never-settles"),
     "descriptors-leaked": ("shutdown", "descriptors-leaked"),
     "threads-leaked": ("shutdown", "threads-leaked"),
+    "wait-hangs": ("exact-bits", "wait-hangs"),
+    "one-rank-reports": ("exact-bits", "never-settles"),
+    "one-rank-looks": ("recompute", "broken-data-decoded"),
+    "one-rank-raises": ("exact-bits", "raised"),
+    "expects-two-groups": ("one-group", "raised"),
 }
 
 
@@ -115,12 +147,34 @@ def sample(tmp_path: Path, fault: str | None) -> ConnectorCase:
         "kv_connector_module_path": planted_connectors.__name__,
         "kv_connector_extra_config": {"storage": "{storage}", "fault": fault},
     }
-    return ConnectorCase(config, ("attention",), damage_sample)
+    kinds = ("window",) if fault in ON_SEVERAL_GROUPS else ("attention",)
+    workers = 2 if fault in ON_TWO_RANKS else 1
+    loads = fault not in ON_SEVERAL_GROUPS
+    return ConnectorCase(config, kinds, damage_sample, loads, num_workers=workers)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_right_sample_passes(check: str, tmp_path: Path) -> None:
-    CHECKS[check](sample(tmp_path, None), "attention", tmp_path)
+    case = sample(tmp_path, None)
+    CHECKS[check](case, "attention", tmp_path / "one")
+    if check in ("exact-bits", "recompute"):
+        CHECKS[check](replace(case, num_workers=2), "attention", tmp_path / "two")
+
+
+@pytest.mark.parametrize("fault", [*ON_TWO_RANKS, *ON_SEVERAL_GROUPS])
+def test_what_one_rank_or_the_hybrid_allocator_hides(fault: str, tmp_path: Path) -> None:
+    """Such mistakes pass where they do not show, so the check that finds them is needed."""
+    case = replace(sample(tmp_path, fault), num_workers=1)
+    check = "exact-bits" if fault in ON_SEVERAL_GROUPS else CAUGHT_BY[fault][0]
+    CHECKS[check](case, case.kinds[0], tmp_path)
+
+
+def test_the_allocator_off_is_one_group(tmp_path: Path) -> None:
+    case = sample(tmp_path, "expects-two-groups")
+    off = replace(case, options={"disable_hybrid_kv_cache_manager": True})
+    for given, num_groups in ((case, 2), (off, 1)):
+        with running(given, "window", tmp_path / str(num_groups)) as engine:
+            assert len(engine.workers[0].groups) == num_groups
 
 
 @pytest.mark.parametrize("fault", CAUGHT_BY)
@@ -133,8 +187,11 @@ def test_planted_mistakes_are_named(
         monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
     if check == "shutdown":
         monkeypatch.setattr(kit_checks, "_CLOSE_S", 0.5)
+    if name == "wait-hangs":
+        monkeypatch.setattr(kit_worker, "_WAIT_S", 0.5)
+    case = sample(tmp_path, fault)
     with pytest.raises(ContractViolation) as caught:
-        CHECKS[check](sample(tmp_path, fault), "attention", tmp_path)
+        CHECKS[check](case, case.kinds[0], tmp_path)
     assert caught.value.name == name and VIOLATIONS[name] in str(caught.value)
 
 
@@ -144,9 +201,10 @@ def test_every_violation_is_planted() -> None:
 
 
 def test_plugin_from_the_command_line(tmp_path: Path) -> None:
-    config = json.dumps(sample(tmp_path, "step-changed").config)
+    config = json.dumps(sample(tmp_path, "one-rank-raises").config)
     line = ["pytest", "-q", "-p", "vllm.testing.connectors", "--pyargs"]
     line += ["vllm.testing.connectors.suite", "-k", "exact-bits", "-p", "no:cacheprovider"]
     line += ["--kv-connector", config, "--kv-connector-kinds", "attention"]
+    line += ["--kv-connector-workers", "2"]
     ran = run_python(*line)
-    assert "1 failed, 4 skipped" in ran.stdout and "step-changed" in ran.stdout
+    assert "1 failed, 4 skipped" in ran.stdout and "raised: a call raised" in ran.stdout

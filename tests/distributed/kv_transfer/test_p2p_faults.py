@@ -6,6 +6,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,14 @@ def test_passes_the_kit(kind: str, tmp_path: Path) -> None:
             check_random_lives(loopback(), kind, tmp_path / check, runs=4, seed=40)
         else:
             run(loopback(), kind, tmp_path / check)
+
+
+def test_passes_the_kit_on_two_ranks(tmp_path: Path) -> None:
+    """Each rank fetches its part from the peer's worker of that rank; one's may be damaged."""
+    case = replace(loopback(), num_workers=2)
+    for check in ("exact-bits", "recompute", "shutdown"):
+        CHECKS[check](case, "hybrid_rows", tmp_path / check)
+    check_random_lives(case, "hybrid_rows", tmp_path, runs=2, seed=60)
 
 
 # ---- the next turn of a conversation, whose state a peer has ------------------------------------

@@ -56,6 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="It brings no prompts back.",
     )
     group.addoption(
+        "--kv-connector-workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Tensor-parallel ranks, each with a worker side of its own.",
+    )
+    group.addoption(
         "--kv-connector-runs",
         type=int,
         default=20,
@@ -74,4 +81,5 @@ def connector_case(request: pytest.FixtureRequest) -> ConnectorCase:
         json.loads(given),
         kinds=tuple(request.config.getoption("--kv-connector-kinds").split(",")),
         loads=not request.config.getoption("--kv-connector-stores-only"),
+        num_workers=request.config.getoption("--kv-connector-workers"),
     )

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.testing.connectors.state import MAX_RANKS
 
 #: how data goes bad on its way: a flipped bit, missing, cut off, the store out of reach
 DAMAGES = ("corrupt", "drop", "short", "disconnect")
 
-#: `(scheduler side, worker side, storage, damage)` -> whether there was anything to damage
+#: `(scheduler side, worker side, storage, damage)` -> whether there was anything to damage. Of
+#: several workers it gets one: what the others keep is better left whole
 Damage = Callable[[KVConnectorBase_V1, KVConnectorBase_V1, Path, str], bool]
 #: name -> what it means
 VIOLATIONS = {
@@ -25,6 +27,7 @@ VIOLATIONS = {
     "wrong-bits": "state that was loaded is not what had been computed for these tokens",
     "broken-data-decoded": "damaged data was used without a reported load error",
     "not-recomputed": "a request whose load failed did not end with the tokens of computing it",
+    "wait-hangs": "wait_for_transfers did not return within its time",
     "never-settles": "a request, a transfer or has_pending_push_work never ends",
     "blocks-leaked": "blocks are held although no request is left",
     "descriptors-leaked": "file descriptors are open after shutdown",
@@ -68,13 +71,19 @@ def damage_files(
 class ConnectorCase:
     """`config`: a `kv_transfer_config`; `{storage}` in its strings becomes a directory of the test.
     `kinds`: kinds of models it serves, of `vllm.testing.connectors.layouts.LAYOUTS`.
-    `damage`: how the test damages what it stored. `loads`: whether it brings prompts back."""
+    `damage`: how the test damages what it stored. `loads`: whether it brings prompts back.
+    `num_workers`: tensor-parallel ranks, each with an arena and a worker side."""
 
     config: dict[str, Any]
     kinds: tuple[str, ...] = ("attention", "window", "hybrid")
     damage: Damage = damage_files
     loads: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_workers <= MAX_RANKS:
+            raise ValueError(f"num_workers {self.num_workers}: 1 to {MAX_RANKS}")
 
     def transfer_config(self, storage: Path, policy: str) -> dict[str, Any]:
         """The configuration for one engine."""

@@ -59,8 +59,9 @@ def _expect_loads(engine: SimulatedEngine) -> None:
 
 
 def check_one_group(case: ConnectorCase, kind: str, directory: Path) -> None:
-    """The same with the hybrid allocator switched off."""
-    if kind == "attention":
+    """The same with the hybrid allocator switched off, where a model has several groups with it and
+    one without."""
+    if kind == "window":
         options = {**case.options, "disable_hybrid_kv_cache_manager": True}
         check_exact_bits(replace(case, options=options), kind, directory)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with a real scheduler, a real arena and a real connector, and a model that only keeps
+"""An engine with a real scheduler, real arenas and a real connector, and a model that only keeps
 books (see `state`): hundreds of lives of requests in a second, every byte checked.
 """
 
@@ -13,31 +13,17 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    StateMemory,
-)
-from vllm.distributed.kv_transfer.kv_transfer_state import (
-    ConnectorSlot,
-    maybe_save_kv_layer,
-    maybe_wait_for_layer_load,
-    use_slot,
-)
-from vllm.forward_context import ForwardContext
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.sampling_params import SamplingParams
 from vllm.testing.connectors.case import ConnectorCase, ContractViolation
 from vllm.testing.connectors.layouts import LAYOUTS, make_config
-from vllm.testing.connectors.state import GroupState, marks_of, next_token
+from vllm.testing.connectors.state import marks_of, next_token
+from vllm.testing.connectors.worker import SimulatedWorker, Work, Wrong
 from vllm.utils.hashing import sha256
-from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
@@ -48,15 +34,14 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, FinishReason, RequestFailure
+from vllm.v1.engine import EngineCoreOutput, FinishReason, RequestError, RequestFailure
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.worker.arena import Arena
-from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-#: longest wait for transfers
+#: longest wait for transfers, and of one step for the end of one
 _SETTLE_S = 20.0
+_PAUSE_S = 0.001
 
 
 def expected_output(prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -74,7 +59,9 @@ def _memory(config: VllmConfig, kind: str, room: float) -> KVCacheConfig:
     longest = config.model_config.max_model_len
     batched = config.scheduler_config.max_num_batched_tokens
     pages = 1 + math.ceil(room * pages_per_request(groups, plan, batched, longest))
-    return get_kv_cache_configs(config, [LAYOUTS[kind]], [pages * plan.page_bytes])[0]
+    ranks = config.parallel_config.tensor_parallel_size
+    sizes = [pages * plan.page_bytes] * ranks
+    return get_kv_cache_configs(config, [LAYOUTS[kind]] * ranks, sizes)[0]
 
 
 class SimulatedEngine:
@@ -102,28 +89,21 @@ class SimulatedEngine:
             kind,
             directory / "model",
             kv_transfer_config=case.transfer_config(storage, policy),
+            tensor_parallel_size=case.num_workers,
             **settings,
         )
         cache = _memory(self.config, kind, room)
-        self.arena = Arena(cache, torch.device("cpu"))
-        self.arena.buffer[self.arena.plan.page_bytes :] = 0xFF  # NaN until written
-        self._groups = [
-            GroupState(group, cast(Any, self.arena.layers)) for group in cache.kv_cache_groups
-        ]
-        self._names = [list(group.layer_names) for group in cache.kv_cache_groups]
-        self.worker: KVConnectorBase_V1 = KVConnectorFactory.create_connector(
-            self.config, KVConnectorRole.WORKER, cache
-        )
-        layers = cast(dict[str, Tensor], self.arena.layers)
-        self.worker.register_memory(StateMemory(self.arena.buffer, self.arena.plan, layers))
-        self._slot = ConnectorSlot(self.worker)
+        ranks = range(case.num_workers)
+        self.workers = [SimulatedWorker(self.config, cache, rank, len(ranks)) for rank in ranks]
         self.scheduler = Scheduler(self.config, cache)
         connector = self.scheduler.get_kv_connector()
         assert connector is not None
         self.connector = connector
-        handshake = self.worker.get_handshake_metadata()
-        if handshake is not None:
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        told = {(0, w.rank): w.connector.get_handshake_metadata() for w in self.workers}
+        handshakes = {ranks: given for ranks, given in told.items() if given is not None}
+        if handshakes:
+            connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        self._reports = KVOutputAggregator.from_connector(connector, len(self.workers))
         init_none_hash(sha256, connector.get_prefix_hash_root())
         self._hasher = get_request_block_hasher(16, sha256)
         self._report_delay = report_delay
@@ -133,6 +113,11 @@ class SimulatedEngine:
         self.outputs: dict[str, EngineCoreOutput] = {}
         self.tokens: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
+
+    @property
+    def worker(self) -> KVConnectorBase_V1:
+        """The first rank's connector."""
+        return self.workers[0].connector
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -174,10 +159,9 @@ class SimulatedEngine:
 
     def settle(self) -> None:
         """Step until nothing is left to do or to wait for."""
-        deadline = time.monotonic() + _SETTLE_S
+        deadline, num_tokens = time.monotonic() + _SETTLE_S, 0
         while self.scheduler.has_requests() or self._late:
-            if not self.step():
-                time.sleep(0.0005)
+            num_tokens = self.step(0.0 if num_tokens else _PAUSE_S)
             if time.monotonic() > deadline:
                 waiting = sorted(self.scheduler.requests)
                 pushes = self.connector.has_pending_push_work()
@@ -185,11 +169,12 @@ class SimulatedEngine:
                     "never-settles", f"requests {waiting} are left, pending push work: {pushes}"
                 )
 
-    def step(self) -> int:
-        """One step; the number of its tokens."""
+    def step(self, pause_s: float = 0.0) -> int:
+        """One step; the number of its tokens. Without any the workers wait up to `pause_s` for a
+        transfer to end."""
         self._num_steps += 1
         output = self._schedule()
-        result = self._run(output)
+        result = self._run(output, pause_s)
         result.kv_connector_output = self._delayed(result.kv_connector_output)
         with self._calling("update_connector_output"):
             produced = self.scheduler.update_from_output(output, result)
@@ -228,87 +213,53 @@ class SimulatedEngine:
             finally:
                 del self.connector.__dict__["build_connector_meta"]
 
-    def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """The worker's part of a step."""
-        context = ForwardContext(no_compile_layers={}, attn_metadata={})
-        runner, computes = KVConnectorModelRunnerMixin, output.total_num_scheduled_tokens > 0
-        sampled: dict[str, list[int]] = {}
-        wrong: list[tuple[str, int, int, set[tuple[int, int]]]] = []
-        with use_slot(self._slot), self._calling("step"):
-            runner.before_blocks_change(output)
-            self.arena.copy_blocks(output.copies_before)
-            runner.connector_reads_states(output)
-            with runner.maybe_get_kv_connector_output(output, context, computes) as made:
-                if computes:
-                    self._forward(output, sampled, wrong)
-            failed = runner.take_failed_requests()
-        report = cast(KVConnectorOutput, pickle.loads(pickle.dumps(made)))
-        self._check_state(wrong, report, failed)
-        self.arena.copy_blocks(output.copies_after)
-        names = list(output.num_scheduled_tokens)
-        return ModelRunnerOutput(
-            req_ids=names,
-            sampled_token_ids=[sampled.get(name, []) for name in names],
-            kv_connector_output=report,
-            failed_req_ids=failed,
-        )
+    def _run(self, output: SchedulerOutput, pause_s: float) -> ModelRunnerOutput:
+        """The workers' part of a step."""
+        work, results, wrong = self._work(output), [], []
+        with self._calling("step"):
+            for worker in self.workers:
+                result, found = worker.step(output, work, pause_s)
+                results.append(result)
+                wrong += found
+        joined = self._reports.aggregate(results)
+        assert joined is not None and joined.kv_connector_output is not None
+        self._check_state(wrong, joined.kv_connector_output, joined.failed_req_ids)
+        return joined
 
-    def _forward(
-        self,
-        output: SchedulerOutput,
-        sampled: dict[str, list[int]],
-        wrong: list[tuple[str, int, int, set[tuple[int, int]]]],
-    ) -> None:
-        """Every layer writes its rows between its calls; notes state that is not what it should
-        be."""
+    def _work(self, output: SchedulerOutput) -> list[Work]:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         manager = self.scheduler.kv_cache_manager
-        steps = []
-        for name, count in output.num_scheduled_tokens.items():
-            marks = marks_of(self.requests[name].all_token_ids)
-            steps.append((name, computed[name], count, marks, manager.get_block_ids(name)))
-        for group, state in enumerate(self._groups):
-            if not state.spec.is_recurrent:
-                for layer in self._names[group]:
-                    maybe_wait_for_layer_load(layer)
-            if not state.spec.is_recurrent:  # requests of one step may share what it writes
-                for _, start, count, marks, block_ids in steps:
-                    state.write(block_ids[group], start, marks[start : start + count])
-            for name, start, _, marks, block_ids in steps:
-                blocks = block_ids[group]
-                bad = state.first_wrong(blocks, marks, start)
-                if bad is not None:
-                    wrong.append((name, group, bad, {(group, block) for block in blocks}))
-            if state.spec.is_recurrent:
-                for _, start, count, marks, block_ids in steps:
-                    state.write(block_ids[group], start, marks[start : start + count])
-            if not state.spec.is_recurrent:
-                for layer, cache in zip(self._names[group], state.tensors(), strict=True):
-                    maybe_save_kv_layer(layer, cache, AttentionMetadata())
-        for name, start, count, marks, _ in steps:
-            if name in output.sampling_req_ids:
-                sampled[name] = [next_token(marks[start + count - 1])]
+        return [
+            Work(
+                name,
+                computed[name],
+                count,
+                marks_of(self.requests[name].all_token_ids),
+                manager.get_block_ids(name),
+            )
+            for name, count in output.num_scheduled_tokens.items()
+        ]
 
     def _check_state(
-        self,
-        wrong: list[tuple[str, int, int, set[tuple[int, int]]]],
-        report: KVConnectorOutput,
-        failed: dict[str, Any],
+        self, wrong: list[Wrong], report: KVConnectorOutput, failed: dict[str, RequestError]
     ) -> None:
         """Wrong state is fine only if the connector says so: the scheduler undoes the step."""
-        for name, group, position, blocks in wrong:
-            ids = {block for _, block in blocks}
-            if blocks & report.invalid_blocks or ids & report.invalid_block_ids or name in failed:
+        for one in wrong:
+            blocks = {(one.group, block) for block in one.block_ids}
+            if blocks & report.invalid_blocks or set(one.block_ids) & report.invalid_block_ids:
                 continue
-            whose = self.scheduler.requests.get(name)
-            if whose is not None and self._is_failing(name, report):
+            if one.name in failed:
                 continue
+            whose = self.scheduler.requests.get(one.name)
+            if whose is not None and self._is_failing(one.name, report):
+                continue
+            kind = self.workers[one.rank].groups[one.group].spec.kind
             raise ContractViolation(
                 "wrong-bits",
-                f"request {name}, state group {group} ({self._groups[group].spec.kind}), "
-                f"token {position}",
+                f"request {one.name}, rank {one.rank}, state group {one.group} ({kind}), "
+                f"token {one.position}",
             )
 
     def _is_failing(self, name: str, report: KVConnectorOutput) -> bool:
@@ -348,7 +299,8 @@ class SimulatedEngine:
     # ---- the end -------------------------------------------------------------------------------
 
     def damage(self, case: ConnectorCase, how: str) -> bool:
-        return case.damage(self.connector, self.worker, self.storage, how)
+        """What the last rank keeps; of several the others' is left whole."""
+        return case.damage(self.connector, self.workers[-1].connector, self.storage, how)
 
     def check_nothing_left(self) -> None:
         """After `settle`: nobody holds a block."""
@@ -360,7 +312,8 @@ class SimulatedEngine:
 
     def shutdown(self) -> None:
         with self._calling("shutdown"):
-            self.worker.shutdown()
+            for worker in self.workers:
+                worker.connector.shutdown()
             self.scheduler.shutdown()
 
     def reason(self, name: str) -> FinishReason | None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-#: fp32 holds these marks exactly
+#: fp32 holds the marks of so many ranks exactly
 _MARKS = 2**22
+MAX_RANKS = 4
 
 
 def marks_of(token_ids: Sequence[int]) -> list[int]:
@@ -35,23 +36,28 @@ def next_token(mark: int) -> int:
 
 
 class GroupState:
-    """One group's layers: `caches[layer]`, a tensor `[num_blocks, ...]` or a tuple of them."""
+    """One group's layers: `caches[layer]`, a tensor `[num_blocks, ...]` or a tuple of them. Each
+    rank has marks of its own."""
 
     def __init__(
-        self, group: KVCacheGroupSpec, caches: dict[str, Tensor | tuple[Tensor, ...]]
+        self,
+        group: KVCacheGroupSpec,
+        caches: dict[str, Tensor | tuple[Tensor, ...]],
+        rank: int = 0,
     ) -> None:
         self.spec = group.kv_cache_spec
+        self._first_mark = rank * _MARKS
         self._caches = [caches[name] for name in group.layer_names]
 
     def write(self, blocks: Sequence[int], start: int, marks: Sequence[int]) -> None:
         """Tokens `start` and on have these marks; `blocks` is the request's list."""
         if self.spec.is_recurrent:
             for layer, tensor in self._states():
-                tensor[blocks[0]] = float(marks[-1] + layer)
+                tensor[blocks[0]] = self._value(marks[-1], layer)
             return
         for position, mark in enumerate(marks, start):
             for layer, row in enumerate(self._rows(blocks, position)):
-                row.fill_(float(mark + layer))
+                row.fill_(self._value(mark, layer))
 
     def first_wrong(
         self, blocks: Sequence[int], marks: Sequence[int], num_tokens: int
@@ -62,7 +68,7 @@ class GroupState:
             return None
         if self.spec.is_recurrent:
             wrong = any(
-                bool((tensor[blocks[0]] != float(marks[num_tokens - 1] + layer)).any())
+                bool((tensor[blocks[0]] != self._value(marks[num_tokens - 1], layer)).any())
                 for layer, tensor in self._states()
             )
             return num_tokens - 1 if wrong else None
@@ -70,9 +76,12 @@ class GroupState:
         first = 0 if window is None else max(0, num_tokens - window + 1)
         for position in range(first, num_tokens):
             for layer, row in enumerate(self._rows(blocks, position)):
-                if bool((row != float(marks[position] + layer)).any()):
+                if bool((row != self._value(marks[position], layer)).any()):
                     return position
         return None
+
+    def _value(self, mark: int, layer: int) -> float:
+        return float(self._first_mark + mark + layer)
 
     def _rows(self, blocks: Sequence[int], position: int) -> list[Tensor]:
         """The row that a token completes, of every layer; none if it completes none."""
