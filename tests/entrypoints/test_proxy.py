@@ -42,18 +42,25 @@ class Servers:
     #: hosts that do not answer, and those of them that were told to stop
     hanging: set[str] = field(default_factory=set)
     stopped: list[str] = field(default_factory=list)
+    #: host -> what its next looks at /health find; it is well after that
+    looks: dict[str, list[bool]] = field(default_factory=dict)
+    num_looks: int = 0
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
         if host in self.down:
             raise httpx.ConnectError("refused")
         if request.url.path == "/health":
+            self.num_looks += 1
+            if (looks := self.looks.get(host)) and not looks.pop(0):
+                raise httpx.ReadTimeout("no answer")
             return httpx.Response(200)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": host}]})
         body = json.loads(await request.aread())
         self.seen.append((host, body, request.headers))
         if host in self.hanging:
+            self.looks[host] = [False] * 10_000
             try:
                 await asyncio.sleep(60)
             finally:
@@ -167,6 +174,61 @@ async def test_a_failing_decode_server_is_replaced_with_the_same_state() -> None
         assert reply.status_code == 503 and "no decode server" in reply.json()["error"]["message"]
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/v1/models")).status_code == 503
+
+
+@pytest.mark.parametrize("where", ["p0", "d0", "body of d0"])
+@pytest.mark.asyncio
+async def test_a_server_that_hangs_is_left_before_its_first_byte(where: str) -> None:
+    """Its /health does not answer either; no connection ends. The same request goes elsewhere."""
+    host = where.split()[-1]
+
+    async def silence() -> AsyncIterator[bytes]:
+        servers.looks[host] = [False] * 10_000
+        try:
+            await asyncio.sleep(60)
+        finally:
+            servers.stopped.append(host)
+        yield b"late"
+
+    servers = Servers()
+    if where.startswith("body"):
+        servers.replies[host] = lambda: httpx.Response(200, content=silence())
+    else:
+        servers.hanging.add(host)
+    async with servers.proxy(health_interval=0.01) as client:
+        reply = await asyncio.wait_for(client.post("/v1/completions", json=BODY), 50)
+        assert reply.status_code == 200 and reply.json() == {"text": f"from {servers.hosts()[-1]}"}
+        assert servers.hosts() == (["p0", "p1", "d0"] if host == "p0" else ["p0", "d0", "d1"])
+        assert servers.stopped == [host] and servers.seen[-1][1]["kv_transfer_params"] == STATE
+        shown = (await client.get("/health")).json()
+        assert all(one["running"] == 0 for kind in shown.values() for one in kind)
+
+
+@pytest.mark.asyncio
+async def test_one_look_that_fails_is_no_hang() -> None:
+    """A server that was busy for a moment keeps what it works on."""
+    servers = Servers()
+
+    async def slow() -> AsyncIterator[bytes]:
+        servers.looks["d0"] = [False, True, False, True]
+        first = servers.num_looks
+        while servers.looks["d0"] or servers.num_looks < first + 8:
+            await asyncio.sleep(0.001)
+        yield b'"slow"'
+
+    servers.replies["d0"] = lambda: httpx.Response(200, content=slow())
+    async with servers.proxy(health_interval=0.001) as client:
+        reply = await asyncio.wait_for(client.post("/v1/completions", json=BODY), 50)
+        assert reply.json() == "slow" and servers.hosts() == ["p0", "d0"]
+
+
+@pytest.mark.asyncio
+async def test_no_prompt_is_computed_for_nobody() -> None:
+    """Its state would be kept for a whole lease."""
+    servers = Servers(down={"d0", "d1"})
+    async with servers.proxy() as client:
+        reply = await client.post("/v1/completions", json=BODY)
+        assert reply.status_code == 503 and servers.hosts() == []
 
 
 @pytest.mark.asyncio

@@ -2,10 +2,10 @@
 """A request's way through two engines: the first computes its prompt, the second answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import httpx
 
@@ -13,15 +13,38 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
+T = TypeVar("T")
+
+
+#: looks in a row that a server fails before requests leave it that it has not begun to answer
+_LOOKS = 2
+
 
 @dataclass(eq=False)
 class Instance:
-    """A server. `running`: requests of this proxy that it works on."""
+    """A server. `running`: requests of this proxy that it works on. `hangs`: set while it fails
+    one look after the other."""
 
     url: str
     healthy: bool = False
     running: int = 0
     turn: int = 0
+    failed_looks: int = 0
+    hangs: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def unless_it_hangs(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which is cancelled when the server hangs; then `ServerHangs`."""
+        working = asyncio.ensure_future(work)
+        hanging = asyncio.ensure_future(self.hangs.wait())
+        try:
+            await asyncio.wait({working, hanging}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hanging.cancel()
+            working.cancel()  # if it has not ended
+            await asyncio.wait({working})
+        if working.cancelled():
+            raise ServerHangs(f"{self.url} failed {self.failed_looks} looks at its /health")
+        return working.result()
 
 
 class Instances:
@@ -64,9 +87,15 @@ class Instances:
     async def _look(self, instance: Instance, http: httpx.AsyncClient, timeout_s: float) -> None:
         try:
             reply = await http.get(f"{instance.url}/health", timeout=timeout_s)
-            self.report(instance, None if reply.is_success else f"health {reply.status_code}")
+            problem = None if reply.is_success else f"health {reply.status_code}"
         except httpx.HTTPError as error:
-            self.report(instance, repr(error))
+            problem = repr(error)
+        self.report(instance, problem)
+        instance.failed_looks = 0 if problem is None else instance.failed_looks + 1
+        if instance.failed_looks >= _LOOKS:
+            instance.hangs.set()
+        else:
+            instance.hangs.clear()
 
 
 Body = dict[str, Any]
@@ -86,28 +115,41 @@ _OF_THE_ANSWER = (
 _DECODE_TIMEOUT = httpx.Timeout(10.0, read=None)
 
 
+_NO_DECODE = "no decode server can be reached"
+
+
 class NobodyThere(Exception):
     """No server of a kind that is needed can be reached."""
 
 
-class Answer:
-    """A second engine's reply, status and headers read; `close` it in the end."""
+class ServerHangs(Exception):
+    """A server does not answer, and is not well."""
 
-    def __init__(self, reply: httpx.Response, working: ExitStack) -> None:
+
+class Answer:
+    """A second engine's reply, whose body has begun; `close` it in the end. `held`: what it needs
+    until then."""
+
+    def __init__(self, reply: httpx.Response) -> None:
         self.status = reply.status_code
         self.content_type = reply.headers.get("content-type", "application/json")
-        self._reply = reply
-        self._working = working
+        self.held = AsyncExitStack()
+        self._chunks = reply.aiter_raw()
+        self._first = b""
+
+    async def begin(self) -> None:
+        """Wait for the body's first bytes."""
+        self._first = await anext(self._chunks, b"")
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes."""
-        async for chunk in self._reply.aiter_raw():
+        yield self._first
+        async for chunk in self._chunks:
             yield chunk
 
     async def close(self) -> None:
         """The server learns that nobody listens, if it is not done."""
-        await self._reply.aclose()
-        self._working.close()
+        await self.held.aclose()
 
 
 def needs_one_engine(body: Body) -> bool:
@@ -150,6 +192,8 @@ class TwoPhases:
     ) -> Answer | httpx.Response:
         """The second engine's reply, or the first one's where the request is wrong. Raises
         `NobodyThere`."""
+        if self._decode.next() is None:  # nobody would fetch the prompt's state
+            raise NobodyThere(_NO_DECODE)
         if not needs_one_engine(body):
             state = await self._compute_prompt(path, body, headers)
             if isinstance(state, httpx.Response):
@@ -166,14 +210,15 @@ class TwoPhases:
         while (instance := self._prefill.next(tried)) is not None:
             tried.append(instance)
             with self._prefill.working(instance):
+                post = self._http.post(
+                    instance.url + path,
+                    json=prompt_body(body),
+                    headers=headers,
+                    timeout=self._prefill_timeout,
+                )
                 try:
-                    reply = await self._http.post(
-                        instance.url + path,
-                        json=prompt_body(body),
-                        headers=headers,
-                        timeout=self._prefill_timeout,
-                    )
-                except httpx.HTTPError as error:
+                    reply = await instance.unless_it_hangs(post)
+                except (httpx.HTTPError, ServerHangs) as error:
                     self._prefill.report(instance, repr(error))
                     continue
             if reply.is_success:
@@ -193,22 +238,30 @@ class TwoPhases:
             if last is not None:
                 await last.close()
                 last = None
-            working = ExitStack()
-            working.enter_context(self._decode.working(instance))
-            try:
-                request = self._http.build_request(
-                    "POST", instance.url + path, json=body, headers=headers, timeout=_DECODE_TIMEOUT
-                )
-                last = Answer(await self._http.send(request, stream=True), working)
-            except BaseException as error:
-                working.close()
-                if not isinstance(error, httpx.HTTPError):
-                    raise
-                self._decode.report(instance, repr(error))
-                continue
+            request = self._http.build_request(
+                "POST", instance.url + path, json=body, headers=headers, timeout=_DECODE_TIMEOUT
+            )
+            async with AsyncExitStack() as held:
+                try:
+                    last = await instance.unless_it_hangs(self._begin(instance, request, held))
+                except (httpx.HTTPError, ServerHangs) as error:
+                    self._decode.report(instance, repr(error))
+                    continue
+                last.held = held.pop_all()
             if last.status < 500:
                 return last
             logger.warning("%s answered %d: trying another", instance.url, last.status)
         if last is None:
-            raise NobodyThere("no decode server can be reached")
+            raise NobodyThere(_NO_DECODE)
         return last
+
+    async def _begin(
+        self, instance: Instance, request: httpx.Request, held: AsyncExitStack
+    ) -> Answer:
+        """An answer whose first bytes are there; `held` gets what has to be given up in the end."""
+        held.enter_context(self._decode.working(instance))
+        reply = await self._http.send(request, stream=True)
+        held.push_async_callback(reply.aclose)
+        answer = Answer(reply)
+        await answer.begin()
+        return answer
