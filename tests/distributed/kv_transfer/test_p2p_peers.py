@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,42 @@ def test_a_peer_is_waited_for_from_its_last_answer() -> None:
     lanes.close()
     lanes.submit("peer", lambda moment: since.clear())
     assert since and not lanes._lanes
+
+
+def test_digests_are_counted(plan: ArenaPlan) -> None:
+    """Bytes and time on both sides, and what came with another one."""
+    size = segment_bytes(plan, PLACES)
+    with engines(plan) as (peer, _, consumer):
+        good, bad = peer.keeps(1), peer.keeps(2)
+        sealed = peer.sender.take_stats().data
+        assert sealed["seal_bytes"] == 2 * size and sealed["seal_seconds"] > 0
+        peer.staging.buffer[peer.sender._held[bad.req_id].offset] ^= 1
+        for remote in (good, bad):
+            consumer.fetch(remote)
+            wait_until(partial(consumer.has, remote))
+        assert consumer.ended == {good.req_id: True, bad.req_id: False}
+        counted = consumer.receiver.take_stats().data
+        assert counted["seal_bytes"] == 2 * size and counted["seal_seconds"] > 0
+        assert counted["broken_seals"] == counted["failed_receives"] == 1
+        assert counted["received_requests"] == 1
+
+
+def test_state_of_other_weights_is_refused(
+    plan: ArenaPlan, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also by a consumer that has greeted its producer before one of them changed."""
+    with engines(plan) as (peer, _, consumer):
+        first, second = peer.keeps(1), peer.keeps(2)
+        consumer.fetch(first)
+        consumer.expect(first, 1)
+        consumer.receiver.reset(["new"])
+        consumer.fetch(second)
+        wait_until(lambda: consumer.has(second))
+        assert not consumer.ended[second.req_id] and not consumer.transport.forgotten
+        assert "weights is ['new'] here and None there" in caplog.text
+        peer.sender.reset(["new"])
+        assert not peer.sender._held
+        third = peer.keeps(3)
+        consumer.fetch(third)
+        consumer.expect(third, 3)
+        assert len(consumer.transport.met) == 1

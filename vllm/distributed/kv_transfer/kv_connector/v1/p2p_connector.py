@@ -48,11 +48,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging_device import Choi
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.tcp_transport import TcpTransport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import CannotRegister, Transport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import MessageServer
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import weights_identity
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 #: the decision which memory state passes through
@@ -218,6 +220,13 @@ class P2pConnector(ArenaConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, P2pMetadata)
+        if (weights := kv_connector_metadata.weights) is not None:
+            for side in (self._sender, self._receiver):
+                if side is not None:
+                    side.reset(weights)
+        for req_id in kv_connector_metadata.withdrawn:
+            assert self._sender is not None
+            self._sender.withdraw(req_id)
         for job in kv_connector_metadata.sends:
             assert self._sender is not None
             self._sender.stage(job)
@@ -296,6 +305,12 @@ class P2pConnector(ArenaConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2pMetadata:
         return self._scheduling.take_metadata()
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.end_loads(connector_output.finished_recving or ())
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduling.reset(weights_identity(self._vllm_config))
 
     def request_finished(
         self, request: Request, block_ids: list[int]

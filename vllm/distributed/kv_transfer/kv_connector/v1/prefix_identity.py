@@ -27,7 +27,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     return {
         "model_config": _digest(model.hf_config.to_dict()),
         "placement": model.placement,
-        "weights": _weights(vllm_config, model.model, model.revision),
+        "weights": weights_identity(vllm_config),
         "captured_layers": (
             speculative.extraction_layer_ids
             if speculative is not None and speculative.uses_extract_hidden_states()
@@ -40,6 +40,12 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
         "cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "quantization": str(model.quantization),
     }
+
+
+def weights_identity(vllm_config: VllmConfig) -> list[Any]:
+    """The target's weights, as its checkpoint has them now."""
+    model = vllm_config.model_config
+    return _weights(vllm_config, model.model, model.revision)
 
 
 def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:

@@ -8,11 +8,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import state_i
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 #: raised whenever the messages or what they mean change
-PROTOCOL = 2
+PROTOCOL = 3
 #: characters of a value that an error shows
 _MAX_SHOWN = 500
 
 Identity = dict[str, Any]
+#: the field that changes while an engine runs (`weights_identity`); every description of a state
+#: has it, too
+WEIGHTS = "weights"
 
 
 class HandshakeRefused(RuntimeError):

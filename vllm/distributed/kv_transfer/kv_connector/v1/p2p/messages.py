@@ -101,16 +101,19 @@ class ReceiveJob:
 @dataclass
 class P2pMetadata(KVConnectorMetadata):
     """A step's transfers. `expects`: state that this engine will ask for, so it must be kept.
-    `releases`: state that it will not ask for."""
+    `releases`: state that it will not ask for. `weights`: those of the engine from here on, when
+    what it keeps is to be dropped; `withdrawn`: ended requests whose state is not handed on."""
 
     sends: list[SendJob] = field(default_factory=list)
     receives: list[ReceiveJob] = field(default_factory=list)
     expects: list[RemoteState] = field(default_factory=list)
     releases: list[RemoteState] = field(default_factory=list)
+    weights: list[Any] | None = None
+    withdrawn: list[str] = field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
-        return not (self.sends or self.receives or self.expects or self.releases)
+        return self == P2pMetadata()
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,9 @@ COUNTERS = {
     "received_bytes": ("kv_p2p_received_bytes", "Bytes fetched from peers."),
     "receive_seconds": ("kv_p2p_receive_time", "Seconds from asking for state to having it."),
     "failed_receives": ("kv_p2p_failed_receives", "Requests whose state could not be fetched."),
+    "seal_bytes": ("kv_p2p_seal_bytes", "Bytes of which a digest was made or checked."),
+    "seal_seconds": ("kv_p2p_seal_time", "Seconds that transfers spent on digests."),
+    "broken_seals": ("kv_p2p_broken_seals", "Requests whose state came with another digest."),
 }
 
 

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,7 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     parts,
     segment_bytes,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import HandshakeRefused, Identity
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import (
+    WEIGHTS,
+    HandshakeRefused,
+    Identity,
+    compare,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.lanes import Lanes
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import (
     MAX_WAIT_S,
@@ -111,6 +116,10 @@ class Receiver:
         after = self._copies.mark()
         self._fetches.submit(_lane(job.remote), partial(self._receive, job, after))
 
+    def reset(self, weights: list[Any]) -> None:
+        """From here on the engine's weights are these."""
+        self._peers.identity = {**self._peers.identity, WEIGHTS: weights}
+
     def take_received(self) -> dict[str, bool]:
         """Request id -> whether its state has come, of the jobs that ended."""
         with self._lock:
@@ -137,6 +146,9 @@ class Receiver:
                 self._stats.add(**counts, receive_seconds=seconds)
         except (PeerLost, PeerRefused, HandshakeRefused, SealBroken, StillWriting, NoRoom) as error:
             logger.error("request %s: its state cannot be fetched: %s", job.req_id, error)
+            if isinstance(error, SealBroken):
+                with self._lock:
+                    self._stats.add(broken_seals=1)
         except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError) as error:
             logger.error(
                 "request %s: its state cannot be fetched: %s answers what no engine does: %r",
@@ -165,6 +177,8 @@ class Receiver:
                 "wait_s": min(deadline.left(peer.label), MAX_WAIT_S),
             }
             described = ask(self._peers.address(job.remote), question, deadline)
+            mine = {WEIGHTS: self._peers.identity.get(WEIGHTS)}
+            compare(mine, {WEIGHTS: described[WEIGHTS]}, peer.label)
             sources = _sources(job, described, self._copies.plan)
             size = segment_bytes(self._copies.plan, job.places)
             offset = self._room(size, deadline)
@@ -196,7 +210,10 @@ class Receiver:
         after: torch.cuda.Event | None,
     ) -> None:
         """Copy a segment to the arena if it is what was sealed."""
+        began = time.perf_counter()
         found = self._sealer.digests(segment, [(s.local, s.size) for s in sources])
+        with self._lock:
+            self._stats.add(seal_bytes=len(segment), seal_seconds=time.perf_counter() - began)
         for source, one in zip(sources, found, strict=True):
             what = f"state group {source.group}, block {source.nth} of {job.remote.req_id}"
             compare_digests(one, source.sealed, what)

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     parts,
     segment_bytes,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import Identity
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p.identity import WEIGHTS, Identity
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import MAX_WAIT_S, P2pStats, SendJob
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import NoRoom, Staging
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
@@ -33,6 +33,7 @@ logger = init_logger(__name__)
 _NUM_THREADS = 2
 #: ended requests that are remembered, so that whoever asks for one is told at once
 _NUM_GONE = 4096
+_RESET = "it was dropped when the engine's cache was reset"
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Sender:
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._staged: set[str] = set()
         self._stats = P2pStats()
+        self._num_resets = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-p2p-send")
         self._sealer = staging.make_sealer("kv-p2p-seal")
@@ -76,7 +78,24 @@ class Sender:
 
     def stage(self, job: SendJob) -> None:
         """Take a copy of a request's state, as it is once all steps launched so far have run."""
-        self._threads.submit(self._stage, job, self._copies.mark())
+        self._threads.submit(self._stage, job, self._copies.mark(), self._num_resets)
+
+    def withdraw(self, req_id: str) -> None:
+        """A request's state is not handed on; its blocks are not needed."""
+        with self._changed:
+            self._forget(req_id, _RESET)
+            self._staged.add(req_id)
+            self._changed.notify_all()
+        self._ended()
+
+    def reset(self, weights: list[Any]) -> None:
+        """Drop all that is kept, or on its way there; from here on the weights are these."""
+        with self._changed:
+            self._num_resets += 1
+            self._identity = {**self._identity, WEIGHTS: weights}
+            for req_id in list(self._held):
+                self._release(req_id, _RESET)
+            self._changed.notify_all()
 
     def take_staged(self) -> set[str]:
         """Requests whose blocks are not needed any more."""
@@ -89,13 +108,18 @@ class Sender:
             stats, self._stats = self._stats, P2pStats()
         return stats
 
-    def _stage(self, job: SendJob, after: torch.cuda.Event | None) -> None:
+    def _stage(self, job: SendJob, after: torch.cuda.Event | None, num_resets: int) -> None:
         reason = "its state could not be staged"
         try:
             held = self._seal(job, after)
             with self._changed:
-                self._held[job.req_id] = held
-                self._stats.add(sent_requests=1, sent_bytes=held.description["bytes"])
+                if num_resets == self._num_resets:
+                    held.description[WEIGHTS] = self._identity.get(WEIGHTS)
+                    self._held[job.req_id] = held
+                    self._stats.add(sent_requests=1, sent_bytes=held.description["bytes"])
+                else:
+                    self._staging.free(held.offset)
+                    reason = _RESET
             return
         except NoRoom as error:
             reason = str(error)
@@ -122,7 +146,10 @@ class Sender:
             seals: list[list[tuple[int, int]]] = [[] for _ in job.places]
             indices = [place.nth for own in job.places for place in own]
             staged = list(parts(plan, job.places))
+            began = time.perf_counter()
             found = self._sealer.digests(segment, [(at, length) for _, _, at, length in staged])
+            with self._changed:
+                self._stats.add(seal_bytes=size, seal_seconds=time.perf_counter() - began)
             for index, (group, *_), sealed in zip(indices, staged, found, strict=True):
                 seals[group].append((index, sealed))
         except BaseException:
