@@ -54,7 +54,6 @@ from vllm.forward_context import ForwardContext
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import ArenaPlan, KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 #: the decision which memory state passes through
@@ -306,11 +305,9 @@ class P2pConnector(ArenaConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> P2pMetadata:
         return self._scheduling.take_metadata()
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.end_loads(connector_output.finished_recving or ())
-
     def reset_cache(self) -> bool | None:
-        return self._scheduling.reset(weights_identity(self._vllm_config))
+        self._scheduling.reset(weights_identity(self._vllm_config))
+        return True
 
     def request_finished(
         self, request: Request, block_ids: list[int]

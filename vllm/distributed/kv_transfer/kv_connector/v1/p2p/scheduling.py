@@ -5,7 +5,7 @@ A producer computes all of a prompt but its last token: the consumer computes th
 logits, and continues a recurrent state only at exactly the token where it was left.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,6 @@ class P2pScheduler:
         self._recurrent = [spec.is_recurrent for spec in specs]
         self._kept: set[str] = set()
         self._remote: dict[str, RemoteState] = {}
-        self._loading: set[str] = set()
         self._metadata = P2pMetadata()
 
     # ---- requests come -------------------------------------------------------------------------
@@ -111,11 +110,6 @@ class P2pScheduler:
         places = self._places(blocks.get_block_ids(), end - num_external_tokens, end)
         job = ReceiveJob(request.request_id, remote, _tokens_digest(request, end), places)
         self._metadata.receives.append(job)
-        self._loading.add(request.request_id)
-
-    def end_loads(self, request_ids: Iterable[str]) -> None:
-        """State has come, or will not."""
-        self._loading.difference_update(request_ids)
 
     def _give_up(self, request_id: str) -> None:
         remote = self._remote.pop(request_id, None)
@@ -163,13 +157,11 @@ class P2pScheduler:
             places.append(own)
         return places
 
-    def reset(self, weights: list[Any]) -> bool:
-        """Hand on nothing of what was computed so far; from here on the weights are these. False
-        while state is being loaded, which was meant for the ones before."""
+    def reset(self, weights: list[Any]) -> None:
+        """Hand on nothing of what was computed so far; from here on the weights are these."""
         self._metadata.weights = weights
         self._metadata.withdrawn += [job.req_id for job in self._metadata.sends]
         self._metadata.sends.clear()
-        return not self._loading
 
     # ---- around a step -------------------------------------------------------------------------
 
