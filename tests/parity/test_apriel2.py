@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save
+from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save, stochastic
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 
@@ -19,6 +19,7 @@ from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = [pytest.mark.parity]
 
@@ -124,26 +125,36 @@ def test_more_rows_than_states(checkpoints: dict[str, Checkpoint], make_engine: 
     assert preempted == 3
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, "supernet"])
 def test_hidden_states_are_the_streams_of_the_equations(
-    checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
+    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    checkpoint, layers = checkpoints["mixture"], [0, 2, 4]
-    llm = make_engine(
-        "llama",
-        model=str(checkpoint.path),
-        max_num_batched_tokens=64,
-        enable_prefix_caching=True,
-        **extraction(tmp_path, layers),
-    )
+    """Of a supernet, those of its placement."""
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    if layout == "supernet":
+        names = ["gdn", "attention", "kda"]
+        decoder = stochastic(len(names))
+        tensors = make_tensors(decoder)
+        path, reference = save(tmp_path, decoder, tensors), Reference(decoder, tensors, names)
+        settings["placement"] = names
+    else:
+        names, reference = LAYOUTS[layout], checkpoints[layout].reference
+        path = checkpoints[layout].path
+    layers = [0, len(names) // 2, len(names)]
+    settings |= extraction(tmp_path, layers)
+    llm = make_engine("llama", model=str(path), **settings)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     (prompt,) = prompts((90,))
     (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
     assert output.kv_transfer_params is not None
     found = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
-    streams = checkpoint.reference.streams(found["token_ids"].tolist())
+    streams = reference.streams(found["token_ids"].tolist())
     for column, layer in enumerate(layers):
         error = (found["hidden_states"][:, column].double() - streams[layer]).abs().max()
         assert error < 2e-5 * streams[layer].abs().max()
+    if layout == "supernet":
+        with pytest.raises(VLLMValidationError, match="a connector knows the layers' memory"):
+            llm.change_placement("all-gdn")
 
 
 @pytest.mark.usefixtures("forking")

@@ -180,13 +180,15 @@ def test_reference_kernels_agree_too(model):
         assert_logits(Harness(path).logits([Chunk(0, 0, ids(20))]), reference.logits(ids(20)))
 
 
-def test_hidden_states_are_the_residual_streams(tmp_path):
-    path, reference = checkpoint(tmp_path, LAYOUTS["mixture"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hidden_states_are_the_residual_streams(layout, tmp_path):
+    path, reference = checkpoint(tmp_path, LAYOUTS[layout])
+    layers = (0, len(LAYOUTS[layout]) // 2, len(LAYOUTS[layout]))
     harness = Harness(path)
-    harness.model.set_aux_hidden_state_layers((0, 2, 4))
+    harness.model.set_aux_hidden_state_layers(layers)
     _, aux = harness.step([Chunk(0, 0, ids(20))])
     streams = reference.streams(ids(20))
-    for layer, found in zip((0, 2, 4), aux, strict=True):
+    for layer, found in zip(layers, aux, strict=True):
         assert_logits(found, streams[layer])
 
 
