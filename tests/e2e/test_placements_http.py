@@ -87,6 +87,29 @@ def test_placements(tmp_path: Path) -> None:
         assert server.post("/placements", status=400, placement="all-gdn", mode="now")["error"]
 
 
+def test_several_processes(tmp_path: Path) -> None:
+    """None of them can hold back the others' requests, so that new ones start beside the old."""
+    decoder = stochastic(2)
+    tensors = make_tensors(decoder)
+    path = save(tmp_path, decoder, tensors)
+    flags = [*FLAGS, "--api-server-count", "2", "--placement-alias", "fast=all-gdn"]
+    with RemoteServer(path, *flags) as server:
+        for mode in ("wait", "refuse"):
+            error = server.post("/placements", status=400, placement="all-gdn", mode=mode)["error"]
+            assert "with mode 'overlap', or start the engine with --api-s" in error["message"]
+            assert error["param"] == "mode"
+        error = server.post("/placements", status=400, placement="all-x", mode="overlap")["error"]
+        assert "layer 0 has no mixer 'x'" in error["message"]
+        for placement, names in (("gdn,swa", ["gdn", "sliding_window"]), ("fast", ["gdn"] * 2)):
+            reply = server.post("/placements", placement=placement, mode="overlap")
+            assert reply["placements"] == {"0": names[0], "1": names[1]}
+            assert all(server.get("/placements") == reply for _ in range(4))
+            with ThreadPoolExecutor(6) as pool:
+                replies = list(pool.map(lambda _: server.post("/v1/completions", **BODY), range(6)))
+            tokens = expected(Reference(decoder, tensors, names))
+            assert [one["choices"][0]["token_ids"] for one in replies] == [tokens] * 6
+
+
 def test_a_fixed_pattern(tmp_path: Path) -> None:
     """The supernet's tensors under another decoder, as Fast-LLM's plugin was used."""
     decoder = stochastic(2)

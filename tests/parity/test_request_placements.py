@@ -211,6 +211,63 @@ def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:
     llm.change_placement("all-attention")
 
 
+def test_a_change_beside_what_runs(supernet: Supernet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that run end with the old placement, new ones have the new one at once, and what
+    others cached is still there; the new one stays while others come and go."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = make(supernet.path, max_request_placements=2)
+    engine, change = llm.llm_engine, "overlap_placement"
+    run(llm, ["fast"], PROMPTS[-1:])
+    found: dict[str, RequestOutput] = {}
+
+    def add(name: str, asked: Any, count: int = 10) -> None:
+        prompt = TokensPrompt(prompt_token_ids=PROMPTS[-1])
+        engine.add_request(name, prompt, params(asked, count))
+
+    def step() -> None:
+        found.update((one.request_id, one) for one in engine.step() if one.finished)
+
+    add("old", None, 40)
+    for _ in range(5):
+        step()
+    told = engine.engine_core.call_utility(change, "kda,swa")
+    assert told.placements == [{0: "kda", 1: "sliding_window"}] and not told.is_busy
+    for name, asked in (("new", None), ("alias", "fast"), ("chosen", "attention,gdn")):
+        add(name, asked)
+    while "new" not in found:
+        step()
+    assert "old" not in found
+    while engine.has_unfinished_requests():
+        step()
+    supernet.assert_equals(found["old"], None)
+    supernet.assert_equals(found["new"], "kda,sliding_window")
+    supernet.assert_equals(found["alias"], "fast")
+    supernet.assert_equals(found["chosen"], "attention,gdn")
+    assert found["alias"].num_cached_tokens and not found["new"].num_cached_tokens
+    run(llm, ["all-swa", "attention,gdn", "all-swa"], PROMPTS)
+    (again,) = run(llm, [None], PROMPTS[-1:])
+    supernet.assert_equals(again, "kda,sliding_window")
+    assert again.num_cached_tokens
+    assert llm.collective_rpc("get_layer_placements") == [{0: "kda", 1: "sliding_window"}]
+    for asked in ("all-swa", "attention,gdn"):
+        add(asked, asked)
+    step()
+    for refused, message in (
+        ("gdn,swa", "requests use all 2 places"),
+        ("all-x", "layer 0 has no mixer 'x'"),
+    ):
+        with pytest.raises(VLLMValidationError, match=message):
+            engine.engine_core.call_utility(change, refused)
+    while engine.has_unfinished_requests():
+        step()
+    supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], "kda,sliding_window")
+    engine.engine_core.call_utility(change, "fast")
+    supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], "fast")
+    llm.change_placement("all-attention")
+    supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], None)
+    engine.engine_core.shutdown()
+
+
 def test_explain_knows_the_pages(llm: LLM) -> None:
     """Which were chosen for the aliases, too."""
     told, plan = llm.explain(), scheduler(llm).kv_cache_config.plan

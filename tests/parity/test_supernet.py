@@ -179,6 +179,8 @@ def test_drafts_and_the_sanitizer_go_on(supernet: Supernet, make_engine: MakeEng
         llm.change_placement(names)
         for output in generate(llm, prompts((5, 40)), 8):
             supernet.assert_equals(output, names)
+    with pytest.raises(VLLMValidationError, match="two placements at once: drafts"):
+        llm.llm_engine.engine_core.call_utility("overlap_placement", "all-gdn")
 
 
 @pytest.mark.usefixtures("forking")
@@ -297,7 +299,7 @@ def test_changes_under_load_corrupt_nothing(
         with pytest.raises(VLLMValidationError, match="requests are running"):
             await served.change_placement("all-gdn", "refuse")
         await busy
-        with pytest.raises(VLLMValidationError, match="mode must be 'wait' or 'refuse'"):
+        with pytest.raises(VLLMValidationError, match="mode must be 'wait', 'refuse' or 'overlap'"):
             await served.change_placement("all-gdn", "now")
         await served.change_placement(["attention"] * LAYERS)
         assert await served.collective_rpc(held_bytes) == held

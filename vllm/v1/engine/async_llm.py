@@ -283,7 +283,8 @@ class AsyncLLM:
         `mode`: "wait" lets running requests end with the present placement, "refuse" raises
         `VLLMValidationError` while there are any. New ones are held back and run with the new one.
         Where several processes share the core, none can hold back the others' requests:
-        `VLLMValidationError`.
+        `VLLMValidationError`. With "overlap" new ones start at once, beside those that run; the new
+        placement is one that a request could choose, and has its memory.
         """
         return await self.rest.change_placement(placement, mode)
 

@@ -91,12 +91,15 @@ class AsyncRest:
 
     async def change_placement(self, placement: Placement, mode: str) -> list[dict[int, str]]:
         """See `AsyncLLM.change_placement`."""
-        check_mode(mode, "wait", "refuse")
+        check_mode(mode, ("wait", "refuse", "overlap"))
+        if mode == "overlap":
+            return await self._overlap_placement(placement)
         if self._engine_core.shares_core:
             raise VLLMValidationError(
-                "several API processes serve this engine, so the placement cannot change; start "
-                "it with --api-server-count 1, or with the placement",
-                "placement",
+                "several API processes serve this engine, and none can hold back the others' "
+                "requests; change the placement with mode 'overlap', or start the engine with "
+                "--api-server-count 1",
+                "mode",
             )
         async with self.placement_gate.closed():
             if self._engine_core.router is not None:
@@ -108,6 +111,18 @@ class AsyncRest:
                     raise busy()
                 await self._no_request_runs(mode)
                 await asyncio.sleep(_TICK_S)
+        return change.placements
+
+    async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
+        if self._engine_core.router is not None:
+            raise VLLMValidationError(
+                "mode 'overlap' is for one replica: others may find no place for the placement; "
+                "use 'wait'",
+                "mode",
+            )
+        utility = self._engine_core.call_utility("overlap_placement", placement)
+        change: PlacementChange = await asyncio.shield(utility)
+        self._front_end.show_placement(placement, change)
         return change.placements
 
     async def _no_request_runs(self, mode: str) -> None:

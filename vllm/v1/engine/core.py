@@ -96,6 +96,7 @@ class EngineCore:
         )
         self._utilities: dict[str, Callable[..., Any]] = {
             "change_placement": self.change_placement,
+            "overlap_placement": self.overlap_placement,
             "admit_placement": self.admit_placement,
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
@@ -317,6 +318,12 @@ class EngineCore:
         if not change.is_busy:
             self.late_captures = LateCaptures(self.vllm_config, self.executor)
         return change
+
+    def overlap_placement(self, placement: Placement) -> PlacementChange:
+        """Use other mixers of a supernet from here on; see `CorePlacements.overlap`."""
+        if self.sleeping.is_sleeping:
+            raise VLLMValidationError(ASLEEP, "placement")
+        return self._placements.overlap(placement)
 
     def admit_placement(self, placement: Placement) -> str:
         """See `CorePlacements.admit`."""

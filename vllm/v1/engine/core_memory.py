@@ -102,11 +102,11 @@ class CoreMemory:
             return get_stage_configs(self._vllm_config, specs, available_bytes)
         return get_kv_cache_configs(self._vllm_config, specs, available_bytes)
 
-    def adopt(self, config: KVCacheConfig) -> None:
-        """Work out how much the workers' memory holds."""
+    def adopt(self, config: KVCacheConfig, placement: int = 0) -> None:
+        """Work out how much the workers' memory holds, of requests of one placement."""
         cache = self._vllm_config.cache_config
         cache.num_gpu_blocks = config.num_blocks
-        config = config.of_placement(0)
+        config = config.of_placement(placement)
         if config.kv_cache_groups:
             tokens, full_length = get_kv_cache_capacity(self._vllm_config, config)
             cache.capacity_tokens = tokens = tokens - tokens % cache.block_size

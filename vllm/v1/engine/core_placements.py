@@ -6,7 +6,8 @@ one gets its part of the same pages when the first request comes with it. What i
 placement is never found under another: each has groups of its own.
 
 A change of the engine's own placement drops all state, so it waits until no request is left; the
-memory is planned anew.
+memory is planned anew. Or requests that do not choose have another one of those in use from then
+on, while those that run end with theirs: then nothing is dropped and nothing planned.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class CorePlacements:
         self._live = {placed.placement: i for i, placed in enumerate(config.placements)}
         #: first group and groups that each may have
         self._regions = [(placed.first, placed.count) for placed in config.placements]
+        #: of requests that do not choose, if they can
+        self._own = next(iter(self._live), "")
         #: what callers wrote -> the placement
         self._spelled: dict[str, str] = {}
 
@@ -99,9 +102,12 @@ class CorePlacements:
     def assign(self, request: Request) -> None:
         """Give a request that comes in its placement; it waits if there is no place for that."""
         params = request.sampling_params
-        if params is None or params.placement is None:
+        if params is not None and params.placement is not None:
+            spelled = self.admit(params.placement)
+        elif self._live.get(self._own, 0) == 0:
             return
-        spelled = self.admit(params.placement)
+        else:
+            spelled = self._own
         ahead = set(self._live.values()) if self.any_waits else self._of_waiting()
         self._give(request, spelled, ahead)
 
@@ -112,9 +118,9 @@ class CorePlacements:
         self.any_waits = False
         for request in self._scheduler.waiting_requests():
             if request.awaits_placement:
-                assert request.sampling_params is not None
-                assert request.sampling_params.placement is not None
-                spelled = self._spell(request.sampling_params.placement)
+                params = request.sampling_params
+                asked = None if params is None else params.placement
+                spelled = self._own if asked is None else self._spell(asked)
                 if not self._give(request, spelled, ahead):
                     return
             ahead.add(request.placement)
@@ -186,7 +192,7 @@ class CorePlacements:
 
     def _may_retire(self, placement: str, ahead: Collection[int]) -> bool:
         index = self._live[placement]
-        if index < self._num_named or index in ahead:
+        if index < self._num_named or index in ahead or placement == self._own:
             return False
         if not self._scheduler.retire_placement(index):
             return False
@@ -239,5 +245,33 @@ class CorePlacements:
         self._use(configs[0])
         self._memory.adopt(configs[0])
         logger.info("placement changed in %.2f s", time.monotonic() - begin)
+        cache = self._vllm_config.cache_config
+        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+
+    def overlap(self, placement: Placement) -> PlacementChange:
+        """From here on requests that do not choose have this placement; those that have started
+        keep theirs. The pages stay as they are.
+
+        Raises `VLLMValidationError` where requests cannot choose, and for a placement that they
+        cannot have or that finds no place.
+        """
+        if not self._config.placements:
+            reason = why_one_at_a_time(self._vllm_config) or "the model is no supernet"
+            raise VLLMValidationError(
+                f"mode 'overlap' needs two placements at once: {reason}; use 'wait'", "mode"
+            )
+        spelled = self.admit(placement)
+        index = self._live.get(spelled)
+        if index is None:
+            index = self._make_place(spelled, self._of_waiting())
+        if index is None:
+            raise VLLMValidationError(
+                f"placement {spelled}: requests use all {self._most_unnamed} places for placements "
+                "without an alias; raise --max-request-placements, or use mode 'wait'",
+                "placement",
+            )
+        self._own = spelled
+        found = self._executor.collective_rpc("use_as_own", args=(index,))
+        self._memory.adopt(self._config, index)
         cache = self._vllm_config.cache_config
         return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)

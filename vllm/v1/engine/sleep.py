@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -39,12 +39,13 @@ def check_sleep(vllm_config: VllmConfig, level: int) -> None:
         )
 
 
-def check_mode(mode: str, first: str = "abort", second: str = "wait") -> None:
-    """Raise `VLLMValidationError` unless it is one of the two things that can become of running
+def check_mode(mode: str, known: Sequence[str] = ("abort", "wait")) -> None:
+    """Raise `VLLMValidationError` unless it is one of the things that can become of running
     requests."""
-    if mode not in (first, second):
+    if mode not in known:
+        *others, last = map(repr, known)
         raise VLLMValidationError(
-            f"mode must be {first!r} or {second!r}, got {mode!r}", "mode", mode
+            f"mode must be {', '.join(others)} or {last}, got {mode!r}", "mode", mode
         )
 
 

@@ -102,6 +102,8 @@ class ModelOnDevice:
         #: by placement; the attributes above are those of the one that `placement` names
         self.placed: dict[int, PlacedState] = {}
         self.placement = 0
+        #: of requests that do not choose
+        self.own_placement = 0
         #: all placements' journals
         self.journal_pool = JournalPool.create(vllm_config, device)
         self.drafter: Drafter[Any] | None = create_drafter(vllm_config, self.inputs.progress)
@@ -211,7 +213,7 @@ class ModelOnDevice:
         same for the other placements that requests choose from, in the same memory."""
         chosen = config.placements or [PlacementGroups("", 0, len(config.kv_cache_groups))]
         self.journal_pool.reserve(self._count_journals(one.placement or None for one in chosen))
-        self.placed = {}
+        self.placed, self.own_placement = {}, 0
         for index, one in enumerate(chosen):
             self._add_placement(index, one.placement, config.of_placement(index), one.first)
         if len(chosen) > 1:

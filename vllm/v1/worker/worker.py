@@ -265,9 +265,14 @@ class Worker:
             warm_up(self.model_runner)
         return placed
 
+    def use_as_own(self, index: int) -> dict[int, str]:
+        """Requests that do not choose have this placement from here on; returns its mixers."""
+        self.model_runner.own_placement = index
+        return self.get_layer_placements()
+
     def get_layer_placements(self) -> dict[int, str]:
         """A supernet's mixer of each layer that has several, for requests that do not choose."""
-        self.model_runner.use_placement(0)
+        self.model_runner.use_placement(self.model_runner.own_placement)
         return self.model_runner.supernet().get_layer_placements()
 
     def get_mixer_names(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class PlacementRequest(RequestModel):
     """A name for every layer, or a short form; `mode` as in `AsyncLLM.change_placement`."""
 
     placement: str | list[str]
-    mode: Literal["wait", "refuse"] = "wait"
+    mode: Literal["wait", "refuse", "overlap"] = "wait"
 
 
 @router.get("/placements")
@@ -48,7 +48,8 @@ async def get_placements(request: Request) -> dict[str, Any]:
 @router.post("/placements", openapi_extra=body_schema(PlacementRequest))
 async def set_placements(request: Request) -> dict[str, Any]:
     """Use other mixers; replies once they are in use. Running requests end with the old ones, new
-    ones wait. 400, and nothing changed, for mixers that the model has not, or that do not fit."""
+    ones wait, or start beside them. 400, and nothing changed, for mixers that the model has not, or
+    that do not fit."""
     body = await parse_body(request, PlacementRequest)
     await server_of(request).engine.change_placement(body.placement, body.mode)
     return await get_placements(request)
