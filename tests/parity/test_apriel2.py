@@ -4,6 +4,7 @@ whatever drafts it verifies and whichever mixers the layers have."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,24 +126,8 @@ def test_more_rows_than_states(checkpoints: dict[str, Checkpoint], make_engine: 
     assert preempted == 3
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, "supernet"])
-def test_hidden_states_are_the_streams_of_the_equations(
-    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    """Of a supernet, those of its placement."""
-    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
-    if layout == "supernet":
-        names = ["gdn", "attention", "kda"]
-        decoder = stochastic(len(names))
-        tensors = make_tensors(decoder)
-        path, reference = save(tmp_path, decoder, tensors), Reference(decoder, tensors, names)
-        settings["placement"] = names
-    else:
-        names, reference = LAYOUTS[layout], checkpoints[layout].reference
-        path = checkpoints[layout].path
-    layers = [0, len(names) // 2, len(names)]
-    settings |= extraction(tmp_path, layers)
-    llm = make_engine("llama", model=str(path), **settings)
+def assert_streams(llm: LLM, reference: Reference, layers: list[int]) -> None:
+    """What a request's file has is what the equations say."""
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     (prompt,) = prompts((90,))
     (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
@@ -152,9 +137,60 @@ def test_hidden_states_are_the_streams_of_the_equations(
     for column, layer in enumerate(layers):
         error = (found["hidden_states"][:, column].double() - streams[layer]).abs().max()
         assert error < 2e-5 * streams[layer].abs().max()
-    if layout == "supernet":
-        with pytest.raises(VLLMValidationError, match="a connector knows the layers' memory"):
-            llm.change_placement("all-gdn")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hidden_states_are_the_streams_of_the_equations(
+    layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    layers = [0, len(LAYOUTS[layout]) // 2, len(LAYOUTS[layout])]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    settings |= extraction(tmp_path, layers)
+    llm = make_engine("llama", model=str(checkpoints[layout].path), **settings)
+    assert_streams(llm, checkpoints[layout].reference, layers)
+
+
+@in_this_process
+def test_hidden_states_are_those_of_the_placement(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Of the one that a supernet starts with, and of those it changes to; the rows' group and its
+    blocks are others then, and nothing keeps the old memory."""
+    decoder = stochastic(3)
+    tensors, layers = make_tensors(decoder), [0, 1, 3]
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "enable_prefix_caching": True}
+    settings |= extraction(tmp_path, layers)
+    first = ["gdn", "attention", "kda"]
+    llm = make_engine(
+        "llama", model=str(save(tmp_path, decoder, tensors)), placement=first, **settings
+    )
+    arenas = []
+    for names in (first, ["kda"] * 3, ["attention", "sliding_window", "gdn"], first):
+        if arenas:
+            assert llm.change_placement(names) == [dict(enumerate(names))]
+        core: Any = llm.llm_engine.engine_core
+        arena = core.engine_core.executor.worker.model_runner.arena
+        arenas.append(weakref.ref(arena.buffer))
+        del arena
+        assert_streams(llm, Reference(decoder, tensors, names), layers)
+        assert sum(one() is not None for one in arenas) == 1
+
+
+@in_this_process
+def test_other_connectors_keep_the_placement(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """They know the memory by its addresses; what is refused changes nothing."""
+    decoder = stochastic(2)
+    tensors = make_tensors(decoder)
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "kv")},
+    }
+    path = save(tmp_path, decoder, tensors)
+    llm = make_engine("llama", model=str(path), kv_transfer_config=transfer)
+    with pytest.raises(VLLMValidationError, match="ExampleConnector knows the layers' memory by"):
+        llm.change_placement("all-gdn")
+    assert llm.collective_rpc("get_layer_placements") == [{0: "attention", 1: "attention"}]
+    for output in generate(llm, prompts((20,)), 6):
+        assert_equals(output, Reference(decoder, tensors, ["attention"] * 2))
 
 
 @pytest.mark.usefixtures("forking")

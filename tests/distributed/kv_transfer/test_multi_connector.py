@@ -87,6 +87,22 @@ def request(req_id: str = "r") -> Request:
     return Request(req_id, [1, 2, 3], None)
 
 
+def test_memory_is_left_by_all_children_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    multi, config = make(child(), child("PlainConnector")), cache_config(16, None)
+    assert not multi.can_leave_memory
+    left: list[Any] = []
+    for one in multi._children:
+        with pytest.raises(RuntimeError, match="stays with its state memory"):
+            one.leave_memory(config)
+    for one in multi._children:
+        assert not multi.can_leave_memory
+        monkeypatch.setattr(type(one), "can_leave_memory", True)
+        monkeypatch.setattr(type(one), "leave_memory", lambda self, config: left.append(self))
+    assert multi.can_leave_memory
+    multi.leave_memory(config)
+    assert left == multi._children
+
+
 def test_first_child_with_a_match_loads() -> None:
     multi = make(child(match=0), child(match=5), child(match=9))
     assert multi.get_num_new_matched_tokens(request(), 0) == (5, False)

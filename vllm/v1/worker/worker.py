@@ -258,9 +258,15 @@ class Worker:
         """See `ModelRunner.set_placement`."""
         return self.model_runner.set_placement(index, config, block_log)
 
-    def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
-        """Use these mixers, with memory for them, and capture their graphs; no request is left."""
+    def apply_placement(self, placement: Placement, configs: list[KVCacheConfig]) -> dict[int, str]:
+        """Use these mixers, with memory for them (of all workers: its own), and capture their
+        graphs; no request is left."""
+        config, connector = configs[self.rank], self._connector_slot.connector
+        if connector is not None:
+            connector.leave_memory(config)
         placed = self.model_runner.place(placement, config)
+        if connector is not None:
+            connector.register_memory(self.model_runner.state_memory())
         if self.device.type == "cuda":
             warm_up(self.model_runner)
         return placed

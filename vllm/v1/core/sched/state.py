@@ -111,8 +111,11 @@ class SchedulerState(SchedulerInterface):
             self.recompute_failed_loads = policy == "recompute"
 
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
-        assert not self.requests and self.transfer is None
+        assert not self.requests
         self._use_memory(kv_cache_config)
+        if self.connector is not None:
+            self.connector.leave_memory(kv_cache_config)
+            self.transfer = KVTransfer(self.connector, kv_cache_config, self.kv_cache_manager)
 
     def _use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         self.kv_cache_config = kv_cache_config

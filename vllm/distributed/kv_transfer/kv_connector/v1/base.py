@@ -213,8 +213,19 @@ class KVConnectorBase_V1(ABC):
 
     # ---- worker side ---------------------------------------------------------------------------
 
+    @property
+    def can_leave_memory(self) -> bool:
+        """Whether it goes on with other state memory: see `leave_memory`."""
+        return False
+
+    def leave_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        """On both sides, with no request left and no transfer under way, if `can_leave_memory`: the
+        state memory is given up, nothing may refer to it, and there will be another. On the worker
+        `register_memory` hands that over."""
+        raise RuntimeError(f"{type(self).__name__} stays with its state memory")
+
     def register_memory(self, memory: StateMemory) -> None:
-        """Called once, after allocation: hands the state memory over in the form asked for."""
+        """Called after allocation: hands the state memory over in the form asked for."""
         if self.takes_arena:
             self.register_arena(memory.arena, memory.plan)
         elif self.prefer_cross_layer_blocks and memory.cross_layers is not None:

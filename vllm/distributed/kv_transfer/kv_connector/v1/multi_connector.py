@@ -88,6 +88,12 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
     def prefer_cross_layer_blocks(self) -> bool:
         return all(child.prefer_cross_layer_blocks for child in self._children)
 
+    @property
+    def can_leave_memory(self) -> bool:
+        return all(child.can_leave_memory for child in self._children)
+
+    leave_memory = _by_each(KVConnectorBase_V1.leave_memory)
+
     # ---- worker side ---------------------------------------------------------------------------
 
     register_memory = _by_each(KVConnectorBase_V1.register_memory)

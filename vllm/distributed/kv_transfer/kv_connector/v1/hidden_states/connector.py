@@ -136,6 +136,7 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
         self._group = find_hidden_states_group(self._config)
         self._storage = storage_dtype_of(self._kv_transfer_config.kv_connector_extra_config)
         self._saver: SaverT | None = None
+        self._copier: RowCopier | None = None
         #: scheduler side: requests that ended, for the next step's message
         self._pending: list[Any] = []
 
@@ -148,6 +149,16 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return "NHD"
 
+    @property
+    def can_leave_memory(self) -> bool:
+        return True
+
+    def leave_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        self._config = kv_cache_config
+        self._group = find_hidden_states_group(kv_cache_config)
+        if self._copier is not None:
+            self._copier.leave()
+
     # ---- worker side ---------------------------------------------------------------------------
 
     @abstractmethod
@@ -155,8 +166,14 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
         """Called once, on the rank that stores."""
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        if stores_hidden_states():
-            self._saver = self._make_saver(RowCopier(self._own_cache(kv_caches), self._storage))
+        if not stores_hidden_states():
+            return
+        cache = self._own_cache(kv_caches)
+        if self._copier is not None:
+            self._copier.use(cache)
+            return
+        self._copier = RowCopier(cache, self._storage)
+        self._saver = self._make_saver(self._copier)
 
     def _own_cache(self, kv_caches: dict[str, Tensor]) -> Tensor:
         """The rows' cache, `(num_blocks, block_size, columns, hidden)`."""
@@ -186,7 +203,7 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
     def shutdown(self) -> None:
         if self._saver is not None:
             self._saver.shutdown()
-            self._saver = None
+            self._saver = self._copier = None
 
     # ---- scheduler side ------------------------------------------------------------------------
 

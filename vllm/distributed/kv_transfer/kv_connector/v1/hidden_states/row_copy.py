@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cached rows to host memory, without stopping the device."""
 
+from math import prod
 from typing import Protocol
 
 import torch
@@ -48,13 +49,23 @@ class RowCopier:
     """
 
     def __init__(self, cache: Tensor, storage: StorageDtype = "auto") -> None:
+        self._storage = storage
+        self.use(cache)
+        self.format = RowFormat(cache.shape[2], cache.shape[3], cache.dtype, storage)
+        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+
+    def use(self, cache: Tensor) -> None:
+        """From here on copy out of this one, whose rows are as before; no copy is under way."""
         self._cache = cache
         self._block_size = cache.shape[1]
-        self.format = RowFormat(cache.shape[2], cache.shape[3], cache.dtype, storage)
         # Eight bits are made by way of fp32.
-        itemsize = cache.itemsize + (0 if storage == "auto" else torch.float32.itemsize)
-        self._blocks_per_chunk = max(1, _STAGING_BYTES // (cache[:1].numel() * itemsize))
-        self._stream = torch.cuda.Stream(cache.device) if cache.is_cuda else None
+        itemsize = cache.itemsize + (0 if self._storage == "auto" else torch.float32.itemsize)
+        block_bytes = prod(cache.shape[1:]) * itemsize
+        self._blocks_per_chunk = max(1, _STAGING_BYTES // block_bytes)
+
+    def leave(self) -> None:
+        """Let go of the cache until `use`; no copy is under way."""
+        self._cache = self._cache.new_empty(0, *self._cache.shape[1:])
 
     def copy(self, block_ids: list[int], num_tokens: int) -> tuple[StoredRows, CopyEvent]:
         """`num_tokens` rows in host memory, valid once the event is complete.
