@@ -197,6 +197,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return set(self.stop_token_ids or ()) if self.ignore_eos else self.all_stop_token_ids
 
     @property
+    def device_stop_ids(self) -> list[int]:
+        """Those of `ending_token_ids` that end the text in whichever step they are sampled and that
+        the device knows: none below `min_tokens`, 8 at most."""
+        return [] if self.min_tokens else sorted(self.ending_token_ids)[:8]
+
+    @property
     def penalises(self) -> bool:
         """Whether tokens seen before count for or against a token."""
         return (

@@ -20,7 +20,7 @@ from vllm.kernels.step import (
     cpu,
     triton,
 )
-from vllm.kernels.step.problem import ON_DEVICE
+from vllm.kernels.step.problem import NEVER_ENDS, ON_DEVICE
 
 
 @pytest.fixture(params=[cpu, triton], ids=["cpu", "triton"])
@@ -58,6 +58,7 @@ def make_case(seed: int, width: int, journals: bool, device: torch.device) -> Ca
         progress.pending[row] = source.randint(0, 5)
         progress.first[row] = source.randint(0, 7)
         progress.taken[row] = source.randint(0, 3)
+        progress.ended[row] = source.choice([0, 0, 1, NEVER_ENDS])
     progress.tokens.random_(100, 200)
     table, expected, first = [], [], 0
     for i, row in enumerate(rows):
@@ -81,6 +82,7 @@ def make_case(seed: int, width: int, journals: bool, device: torch.device) -> Ca
         )
         for size in BLOCK_SIZES
     ]
+    states = [torch.arange(i, i + PADDED_REQUESTS, dtype=torch.int32).to(device) for i in (20, 40)]
     steps = torch.full((PADDED_REQUESTS, 4), -7, dtype=torch.int32, device=device)
     problem = PrepareProblem(
         progress=on(progress, device),
@@ -94,7 +96,7 @@ def make_case(seed: int, width: int, journals: bool, device: torch.device) -> Ca
         next_positions=torch.full((PADDED_TOKENS,), -5, dtype=torch.int64, device=device),
         seq_lens=torch.full((PADDED_REQUESTS,), -5, dtype=torch.int32, device=device),
         max_model_len=MAX_MODEL_LEN,
-        groups=PagedGroups.of(groups, device),
+        groups=PagedGroups.of(groups, device, states),
         journal=JournalCommits(steps, 9, 5, 3, seed) if journals else None,
     )
     return Case(problem, expected)
@@ -113,8 +115,13 @@ def check(case: Case, before: Progress) -> None:
     token = 0
     for i, (row, computed, count, tokens, decode) in enumerate(case.requests):
         on_device = int(problem.requests[i, 1]) == ON_DEVICE
+        ended = decode and on_device and int(before.ended[row]) == 1
+        kept = int(before.ended[row]) if on_device else min(int(before.ended[row]), 0)
+        assert int(after.ended[row]) == kept
+        for first, blocks in zip((20, 40), problem.groups.states, strict=True):
+            assert int(blocks[i]) == (-1 if ended else first + i)
         for j in range(tokens):
-            placed = computed + j < MAX_MODEL_LEN
+            placed = computed + j < MAX_MODEL_LEN and not ended
             position = computed + j if placed else 0
             assert (positions[token], following[token]) == (position, position + 1)
             if on_device:
@@ -127,6 +134,10 @@ def check(case: Case, before: Progress) -> None:
                 assert int(group.slots[token]) == (slot if placed and block else -1)
             token += 1
         assert int(problem.seq_lens[i]) == computed + tokens
+        if ended:
+            for name in ("computed", "pending", "first", "taken"):
+                assert getattr(after, name)[row] == getattr(before, name)[row]
+            continue
         assert int(after.computed[row]) == computed + (1 if decode else count)
         if decode and problem.journal is not None:
             check_journal(problem.journal, problem.width, before, after, i, row, not on_device)
@@ -134,7 +145,7 @@ def check(case: Case, before: Progress) -> None:
     assert all(set(g.slots[token:].tolist()) == {-1} for g in problem.groups.groups)
     assert not problem.seq_lens[len(case.requests) :].any()
     others = [r for r in range(ROWS) if r not in [one[0] for one in case.requests]]
-    for name in ("computed", "pending", "first", "tokens", "num_drafts", "taken"):
+    for name in ("computed", "pending", "first", "tokens", "num_drafts", "taken", "ended"):
         assert torch.equal(getattr(after, name)[others], getattr(before, name)[others])
 
 
@@ -225,3 +236,26 @@ def test_accept_takes_drafts_up_to_the_first_that_differs(step, device):
         assert int(progress.taken[row]) == (accepted - 1 if journals else 9)
     untouched = ROWS - len(cases)
     assert set(progress.computed[:untouched].tolist()) == {10}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_accept_notes_what_has_ended(step, device, ends):
+    """Rows that end with an accepted draft, with the token after it, that go on, that have ended
+    before, and that never end; a step launched since accepts nothing of those that have."""
+    progress = Progress.create(ROWS, 3, device)
+    progress.stops[:, 1] = 6
+    progress.computed.fill_(10)
+    progress.tokens[:] = torch.tensor([1, 5, 6], device=device)
+    progress.num_drafts.fill_(2)
+    progress.taken.fill_(2)
+    progress.ended[:5] = int32([0, 0, 0, 1, NEVER_ENDS]).to(device)
+    samples = [[5, 6, 7], [6, 5, 5], [5, 7, 7], [5, 6, 7], [5, 6, 7]]
+    table = int32([[row, 3 * row, 3, 1] for row in range(5)]).to(device)
+    counts = torch.zeros(2, 5, dtype=torch.int32, device=device)
+    sampled = torch.tensor(samples, device=device).flatten()
+    step.accept(AcceptProblem(progress, table, sampled, counts, ends))
+    assert counts[0].tolist() == [2, 1, 2, 1, 2]
+    assert progress.tokens[:5, 0].tolist() == [6, 6, 7, 5, 6]
+    assert progress.ended[:5].tolist() == [int(ends), int(ends), 0, 1, NEVER_ENDS]
+    assert progress.computed[:5].tolist() == [11, 10, 11, 10, 11]
+    assert progress.taken[:5].tolist() == [1, 0, 1, 2, 1]

@@ -156,6 +156,8 @@ class Watched:
     proposed: list[tuple[str, int, list[int]]] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     told: list[int] | None = None
+    #: by request, where its last proposal was made: after its end there are none to check
+    _last: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.core = self.llm.llm_engine.engine_core.engine_core
@@ -171,6 +173,9 @@ class Watched:
                 return
             for state in step.order.sampled.states:
                 computed = int(progress.computed[state.row])
+                if self._last.get(state.req_id) == computed and progress.ended[state.row] > 0:
+                    continue
+                self._last[state.req_id] = computed
                 drafts = progress.tokens[state.row, 1:].tolist()
                 self.proposed.append((state.req_id, computed, drafts))
                 if self.told is not None:

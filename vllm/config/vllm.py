@@ -143,6 +143,14 @@ class VllmConfig:
         return None if self.speculative_config is None else self.speculative_config.draft_settings
 
     @property
+    def ends_rows(self) -> bool:
+        """Whether workers compute nothing of a request after a token that ends it, before the
+        scheduler knows of that token: where a row of a drafter depends on the token after its own,
+        the state after the last token could not be continued."""
+        drafter = self.drafter
+        return drafter is not None and drafter.num_ahead > 0 and not self.cache_config.sanitize
+
+    @property
     def tokens_to_verify(self) -> int:
         """Tokens of a decoding request in one step: its newest one and drafts."""
         return 1 if self.drafter is None else 1 + self.drafter.num_speculative_tokens

@@ -137,6 +137,8 @@ class Request:
         self.length_limit = self.num_prompt_tokens
         #: tokens that may end the output
         self.stop_ids: frozenset[int] = frozenset()
+        #: those of them after which the device may compute nothing (`VllmConfig.ends_rows`)
+        self.device_stop_ids: frozenset[int] = frozenset()
         #: what constrains the output, None for free text
         self.grammar: RequestGrammar | None = None
         self.kv_transfer_params: dict[str, Any] | None = None
@@ -146,6 +148,7 @@ class Request:
             assert sampling_params.max_tokens is not None
             self.limit_output(sampling_params.max_tokens)
             self.stop_ids = _stop_ids(sampling_params, eos_token_id)
+            self.device_stop_ids = frozenset(sampling_params.device_stop_ids)
             extra = sampling_params.extra_args or {}
             self.kv_transfer_params = extra.get("kv_transfer_params")
             self.may_stop_earlier = bool(sampling_params.stop)
@@ -217,6 +220,12 @@ class Request:
         else:
             self.output_token_ids.extend(token_ids)
             self.all_token_ids.extend(token_ids)
+
+    def end_at_newest(self) -> None:
+        """The newest token ends the request, and the device knew that: what is in flight computes
+        nothing of it."""
+        self.num_computed_tokens = self.num_state_tokens = self.num_tokens - 1
+        self.num_drafts_in_flight = 0
 
     def limit_output(self, max_tokens: int) -> None:
         """Let the request end after `max_tokens` output tokens."""

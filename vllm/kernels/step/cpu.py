@@ -29,13 +29,16 @@ def prepare(problem: PrepareProblem) -> None:
     computed = progress.computed.numpy()
     on_device = table[:, START] == ON_DEVICE
     starts = np.where(on_device, computed[rows], table[:, START])
+    given = rows[~on_device]
+    progress.ended.numpy()[given] = np.minimum(progress.ended.numpy()[given], 0)
+    ended = (np.arange(n) < decodes) & (progress.ended.numpy()[rows] > 0)
 
     lengths = table[:, COUNT].copy()
     lengths[:decodes] = width
     request = np.repeat(np.arange(n), lengths)
     index = np.arange(total) - table[request, FIRST_TOKEN]
     positions = problem.positions.numpy()
-    placed = starts[request] + index < problem.max_model_len
+    placed = (starts[request] + index < problem.max_model_len) & ~ended[request]
     positions[:total] = np.where(placed, starts[request] + index, 0)
     positions[total:] = 0
     problem.next_positions.numpy()[:] = positions + 1
@@ -54,16 +57,19 @@ def prepare(problem: PrepareProblem) -> None:
         group.slots.numpy()[:total] = np.where(held, blocks * group.block_size + offset, -1)
         group.slots.numpy()[total:] = -1
 
+    for blocks in problem.groups.states:
+        blocks.numpy()[:n][ended] = -1
+
     verified = np.where(np.arange(n) < decodes, 1, counts)
-    computed[rows] = starts + verified
+    computed[rows] = starts + np.where(ended, 0, verified)
     if problem.journal is not None:
         for count in (progress.pending, progress.first, progress.taken):
-            count.numpy()[rows[~on_device]] = 0
-        _prepare_journal(progress, problem.journal, rows[:decodes], width)
+            count.numpy()[given] = 0
+        _prepare_journal(progress, problem.journal, rows[:decodes], width, ended[:decodes])
 
 
 def _prepare_journal(
-    progress: Progress, journal: JournalCommits, rows: np.ndarray, width: int
+    progress: Progress, journal: JournalCommits, rows: np.ndarray, width: int, ended: np.ndarray
 ) -> None:
     pending, first = progress.pending.numpy(), progress.first.numpy()
     waiting, place = pending[rows], first[rows]
@@ -73,8 +79,8 @@ def _prepare_journal(
     steps[:] = np.stack([rows, waiting, commits, place], axis=1)
     # Drafts follow what is pending, which the kernels still read; without them none does.
     moved = (place + waiting) % journal.places if width > 1 else np.zeros_like(place)
-    first[rows] = np.where(commits, moved, place)
-    pending[rows] = np.where(commits, 0, waiting + 1)
+    first[rows] = np.where(commits & ~ended, moved, place)
+    pending[rows] = np.where(ended, waiting, np.where(commits, 0, waiting + 1))
 
 
 def accept(problem: AcceptProblem) -> None:
@@ -82,7 +88,10 @@ def accept(problem: AcceptProblem) -> None:
     progress, table = problem.progress, problem.requests.numpy()
     tokens, sampled = progress.tokens.numpy(), problem.sampled.numpy()
     rows, first = table[:, ACCEPT_ROW], table[:, ACCEPT_FIRST]
+    ended = progress.ended.numpy()
     most = np.minimum(table[:, ACCEPT_COUNT], 1 + progress.num_drafts.numpy()[rows])
+    gone = ended[rows] > 0
+    most = np.where(gone, 1, most)
     stops = progress.stops.numpy()[rows]
     accepted = np.ones(len(rows), dtype=np.int32)
     follows = np.ones(len(rows), dtype=bool)
@@ -94,9 +103,13 @@ def accept(problem: AcceptProblem) -> None:
     problem.counts.numpy()[0] = accepted
     problem.counts.numpy()[1] = most - 1
     # A request without a token to sample is at its end: what its next step computes nobody reads.
-    tokens[rows, 0] = np.maximum(sampled[first + accepted - 1], 0)
+    newest = np.maximum(sampled[first + accepted - 1], 0)
+    tokens[rows, 0] = newest
+    if problem.ends:
+        ends = (stops == newest[:, None]).any(axis=1)
+        ended[rows] = np.where(ended[rows] == 0, ends, ended[rows])
     if progress.width > 1:
         progress.computed.numpy()[rows] += accepted - 1
-        journals = table[:, ACCEPT_JOURNALS] != 0
+        journals = (table[:, ACCEPT_JOURNALS] != 0) & ~gone
         progress.pending.numpy()[rows[journals]] += accepted[journals] - 1
         progress.taken.numpy()[rows[journals]] = accepted[journals] - 1

@@ -22,6 +22,8 @@ ACCEPT_ROW, ACCEPT_FIRST, ACCEPT_COUNT, ACCEPT_JOURNALS = range(4)
 ON_DEVICE = -1
 #: tokens of a row that end its output and that the device knows
 STOPS = 8
+#: `Progress.ended` of a row that goes on after its `stops`
+NEVER_ENDS = -1
 #: columns of both tables, and of `PrepareProblem.journal_steps`
 COLUMNS = 4
 
@@ -35,7 +37,8 @@ class Progress:
     of them. Of recurrent layers' journals (`vllm.kernels.journal`), all `[rows]` int32: `pending`
     tokens that are not in the state's block, in places from `first` on, and `taken` drafts of the
     row's last step that were accepted, whose inputs the convolution's state has not taken in.
-    `stops [rows, STOPS]` int64: tokens that end the row's output, -1 for none.
+    `stops [rows, STOPS]` int64: tokens that end the row's output, -1 for none. `ended [rows]`
+    int32: 1 where the newest token does and no step computes it, else 0, or `NEVER_ENDS`.
     """
 
     computed: Tensor
@@ -45,6 +48,7 @@ class Progress:
     first: Tensor
     taken: Tensor
     stops: Tensor
+    ended: Tensor
 
     @classmethod
     def create(cls, rows: int, width: int, device: torch.device) -> Progress:
@@ -55,7 +59,7 @@ class Progress:
 
         tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
         stops = torch.full((rows, STOPS), -1, dtype=torch.int64, device=device)
-        return cls(counts(), tokens, counts(), counts(), counts(), counts(), stops)
+        return cls(counts(), tokens, counts(), counts(), counts(), counts(), stops, counts())
 
     @property
     def width(self) -> int:
@@ -76,20 +80,27 @@ class PagedSlots:
 
 @dataclass(frozen=True)
 class PagedGroups:
-    """All paged groups. `descriptors [groups, 4]` int64, on the device, for CUDA: addresses of
-    block table and slots, blocks between rows of the table, block size."""
+    """All paged groups, and of recurrent ones the blocks of the step's decodes: `states`, each
+    `[requests]` int32, where a step puts -1 for those that have ended. For CUDA, on the device,
+    both int64: `descriptors [groups, 4]`, addresses of block table and slots, blocks between rows
+    of the table, block size; `state_addresses [states]`."""
 
     groups: Sequence[PagedSlots]
     descriptors: Tensor
+    states: Sequence[Tensor]
+    state_addresses: Tensor
 
     @classmethod
-    def of(cls, groups: Sequence[PagedSlots], device: torch.device) -> PagedGroups:
+    def of(
+        cls, groups: Sequence[PagedSlots], device: torch.device, states: Sequence[Tensor] = ()
+    ) -> PagedGroups:
         rows = [
             (g.block_table.data_ptr(), g.slots.data_ptr(), g.block_table.stride(0), g.block_size)
             for g in groups
         ]
         table = torch.tensor(rows, dtype=torch.int64).view(len(rows), 4)
-        return cls(groups, table.to(device))
+        addresses = torch.tensor([blocks.data_ptr() for blocks in states], dtype=torch.int64)
+        return cls(groups, table.to(device), states, addresses.to(device))
 
 
 @dataclass(frozen=True)
@@ -127,6 +138,9 @@ class PrepareProblem:
     `progress.computed` counts each prefill's tokens and the first of each decode, which is
     verified, from here on; so does `progress.pending` of decodes. `accept` adds the drafts. Rows
     whose computed tokens are given have nothing pending: their states were written back.
+
+    A decode that `progress` says has ended is padding, but for its `seq_lens`: it computes nothing
+    that is kept, and nothing of it advances. A row whose computed tokens are given goes on.
     """
 
     progress: Progress
@@ -156,9 +170,13 @@ class AcceptProblem:
 
     `counts [2, requests]` int32 becomes, of each request, the number of samples that are output
     (the accepted drafts and the token after them), and the number of drafts that were verified.
+
+    With `ends` a row whose newest token is one of its `stops` has ended from here on: what a step
+    that was launched since computes of it is nobody's, and its one sample is not output.
     """
 
     progress: Progress
     requests: Tensor
     sampled: Tensor
     counts: Tensor
+    ends: bool = False

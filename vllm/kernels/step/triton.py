@@ -18,6 +18,7 @@ _VARYING = [
     "num_tokens",
     "num_padded",
     "num_groups",
+    "num_states",
     "max_model_len",
 ]
 _VARYING += ["interval", "turn"]
@@ -52,17 +53,20 @@ def _prepare_kernel(
     pending_ptr,
     first_ptr,
     taken_ptr,
+    ended_ptr,
     ids_ptr,
     positions_ptr,
     next_ptr,
     seq_lens_ptr,
     groups_ptr,
+    states_ptr,
     steps_ptr,
     num_requests,
     num_decodes,
     num_tokens,
     num_padded,
     num_groups,
+    num_states,
     max_model_len,
     interval,
     turn,
@@ -94,17 +98,26 @@ def _prepare_kernel(
     first_token = tl.load(requests_ptr + i * 4 + 3)
     on_device = given < 0
     start = tl.where(on_device, tl.load(computed_ptr + row), given)
+    mark = tl.load(ended_ptr + row)
+    if given >= 0:
+        mark = tl.minimum(mark, 0)
+        tl.store(ended_ptr + row, mark)
     if i < num_decodes:
         index = tl.arange(0, BQ)
         valid = index < WIDTH
         read = valid & on_device
+        ended = mark > 0
         known = tl.load(tokens_ptr + row * MOST_WIDTH + index, mask=read, other=0)
+        placed = (start + index < max_model_len) & (mark <= 0)
         _fill_tokens(
-            first_token + index, valid, start + index < max_model_len, start, index, known, ids_ptr,
+            first_token + index, valid, placed, start, index, known, ids_ptr,
             positions_ptr, next_ptr, groups_ptr, num_groups, i, on_device | (index >= count),
         )  # fmt: skip
         tl.store(seq_lens_ptr + i, start + WIDTH)
-        tl.store(computed_ptr + row, start + 1)
+        tl.store(computed_ptr + row, tl.where(ended, start, start + 1))
+        for s in range(num_states):
+            blocks = tl.load(states_ptr + s).to(tl.pointer_type(tl.int32))
+            tl.store(blocks + i, -1, mask=ended)
         if JOURNAL:
             pending = tl.where(on_device, tl.load(pending_ptr + row), 0)
             place = tl.where(on_device, tl.load(first_ptr + row), 0)
@@ -116,8 +129,9 @@ def _prepare_kernel(
             moved = 0
             if WIDTH > 1:
                 moved = (place + pending) % PLACES
-            tl.store(first_ptr + row, tl.where(commits, moved, place))
-            tl.store(pending_ptr + row, tl.where(commits, 0, pending + 1))
+            waiting = tl.where(commits, 0, pending + 1)
+            tl.store(first_ptr + row, tl.where(commits & (mark <= 0), moved, place))
+            tl.store(pending_ptr + row, tl.where(ended, pending, waiting))
             if given >= 0:
                 tl.store(taken_ptr + row, 0)
     else:
@@ -150,17 +164,20 @@ def prepare(problem: PrepareProblem) -> None:
         progress.pending,
         progress.first,
         progress.taken,
+        progress.ended,
         problem.input_ids,
         problem.positions,
         problem.next_positions,
         problem.seq_lens,
         problem.groups.descriptors,
+        problem.groups.state_addresses,
         None if journal is None else journal.steps,
         problem.num_requests,
         problem.num_decodes,
         problem.num_tokens,
         len(problem.input_ids),
         len(problem.groups.groups),
+        len(problem.groups.states),
         problem.max_model_len,
         1 if journal is None else journal.interval,
         0 if journal is None else journal.turn,
@@ -186,8 +203,10 @@ def _accept_kernel(
     pending_ptr,
     taken_ptr,
     stops_ptr,
+    ended_ptr,
     WIDTH: tl.constexpr,
     STOPS: tl.constexpr,
+    ENDS: tl.constexpr,
 ):
     """Grid (requests)."""
     i = tl.program_id(0)
@@ -195,6 +214,8 @@ def _accept_kernel(
     first = tl.load(requests_ptr + i * 4 + 1)
     most = tl.load(requests_ptr + i * 4 + 2)
     most = tl.minimum(most, 1 + tl.load(drafts_ptr + row))
+    mark = tl.load(ended_ptr + row)
+    most = tl.where(mark > 0, 1, most)
     stops = tl.load(stops_ptr + row * STOPS + tl.arange(0, STOPS))
     extra = 0
     follows = True
@@ -207,12 +228,16 @@ def _accept_kernel(
     tl.store(counts_ptr + stride_counts + i, most - 1)
     # A request without a token to sample is at its end: what its next step computes nobody reads.
     newest = tl.load(sampled_ptr + first + extra)
-    tl.store(tokens_ptr + row * WIDTH, tl.where(newest < 0, 0, newest))
+    newest = tl.where(newest < 0, 0, newest)
+    tl.store(tokens_ptr + row * WIDTH, newest)
+    if ENDS:
+        ends = tl.sum((stops == newest).to(tl.int32), 0) > 0
+        tl.store(ended_ptr + row, 1, mask=(mark == 0) & ends)
     if WIDTH > 1:
         tl.store(computed_ptr + row, tl.load(computed_ptr + row) + extra)
         if tl.load(requests_ptr + i * 4 + 3) != 0:
             tl.store(pending_ptr + row, tl.load(pending_ptr + row) + extra)
-            tl.store(taken_ptr + row, extra)
+            tl.store(taken_ptr + row, extra, mask=mark <= 0)
 
 
 _accept = Launcher(_accept_kernel)
@@ -232,6 +257,8 @@ def accept(problem: AcceptProblem) -> None:
         progress.pending,
         progress.taken,
         progress.stops,
+        progress.ended,
         WIDTH=progress.width,
         STOPS=STOPS,
+        ENDS=problem.ends,
     )

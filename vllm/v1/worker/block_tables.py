@@ -112,7 +112,8 @@ class BlockTables:
             for spec in specs
         ]
         paged = [group.paged for group in self.groups if not group.spec.is_recurrent]
-        self.paged = PagedGroups.of(paged, device)
+        states = [group.decodes.device for group in self.groups if group.spec.is_recurrent]
+        self.paged = PagedGroups.of(paged, device, states)
 
     def flush(self) -> None:
         """Queue the copies of what was gathered and mapped, and what else shares the uploads."""

@@ -82,6 +82,7 @@ class ModelOnDevice:
             self.uploads,
             self.width,
             self.model_config.max_model_len,
+            vllm_config.ends_rows,
         )
         self.sampler = StepSampler(self.vocab_size, device, self.inputs.progress, num_sets=stages)
         #: every layer that keeps state, by name

@@ -18,7 +18,7 @@ from vllm.kernels.step import (
     accept,
     prepare,
 )
-from vllm.kernels.step.problem import COLUMNS, ON_DEVICE, STOPS
+from vllm.kernels.step.problem import COLUMNS, NEVER_ENDS, ON_DEVICE, STOPS
 from vllm.v1.worker.input_batch import RequestState, StepOrder
 from vllm.v1.worker.staging import StagedArray, Uploads
 
@@ -70,6 +70,7 @@ class StepInputBuilder:
         uploads: Uploads | None = None,
         width: int = 1,
         max_model_len: int = 2**31 - 1,
+        ends_rows: bool = False,
     ) -> None:
         def staged(*shape: int, dtype: torch.dtype = torch.int32) -> StagedArray:
             return StagedArray(shape, dtype, device, depth, uploads)
@@ -82,6 +83,7 @@ class StepInputBuilder:
         self.max_tokens = max_tokens + max_rows * (width - 1)
         self._max_rows = max_rows
         self._max_model_len = max_model_len
+        self._ends_rows = ends_rows
         self._ids = staged(self.max_tokens, dtype=torch.int64)
         self._query_start = staged(max_rows + 1)
         self._prefill_start = staged(max_rows + 1)
@@ -171,16 +173,20 @@ class StepInputBuilder:
         """Advance the rows by what was `sampled [samples]` in a step with these `sample_requests`;
         `[2, k]` int32: how many samples of each are output, and how many drafts were verified."""
         counts = self._counts[:, : len(sample_requests)]
-        accept(AcceptProblem(self.progress, sample_requests, sampled, counts))
+        ends = self._ends_rows
+        accept(AcceptProblem(self.progress, sample_requests, sampled, counts, ends))
         return counts
 
     def set_stops(self, state: RequestState) -> None:
-        """Tell the device which tokens end a request's output, as many as it has room for."""
-        ids = sorted(state.sampling_params.ending_token_ids)[:STOPS]
+        """Tell the device which tokens end a request's output, as many as it has room for, and
+        whether they do in any step."""
+        params = state.sampling_params
+        ids = sorted(params.ending_token_ids)[:STOPS]
         stops = torch.tensor(ids + [-1] * (STOPS - len(ids)))
         if self.progress.stops.is_cuda:
             stops = stops.pin_memory()
         self.progress.stops[state.row].copy_(stops, non_blocking=True)
+        self.progress.ended[state.row].fill_(0 if params.device_stop_ids else NEVER_ENDS)
 
     def _fill_requests(
         self, order: StepOrder, starts: np.ndarray, ends: np.ndarray, padded_reqs: int

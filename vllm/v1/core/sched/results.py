@@ -216,7 +216,10 @@ class SchedulerResults(SchedulerState):
                 request.error = request.grammar.error()
                 return tokens[:position]
             request.append_output_token_ids(token)
+            runs = request.status is RequestStatus.RUNNING
             if check_stop(request):
+                if runs and self.ends_rows and token in request.device_stop_ids:
+                    request.end_at_newest()
                 return tokens[: position + 1]
         return tokens
 

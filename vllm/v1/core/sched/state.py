@@ -97,6 +97,8 @@ class SchedulerState(SchedulerInterface):
         self.draft_policy = DraftPolicy(self.width - 1)
         #: tokens of such a request in the next step
         self.next_width = self.width
+        #: whether workers compute nothing after a token that ends a request
+        self.ends_rows = vllm_config.ends_rows
         #: tokens past a step's whose slots the drafter's own layers write
         self.draft_lookahead = drafter.lookahead_tokens if drafter else 0
         self.counts_drafts = self.width == 1 and speculative is not None
