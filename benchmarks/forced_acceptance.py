@@ -32,7 +32,7 @@ import torch
 from benchmarks.offline import default_settings, parse_settings
 from vllm.config.draft_methods import DRAFT_METHODS, DraftMethod
 from vllm.kernels.step import Progress
-from vllm.v1.core.sched.draft_policy import step_cost
+from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.spec_decode.dflash_drafter import DFlashDrafter
 from vllm.v1.spec_decode.drafter import DraftStep
 from vllm.v1.spec_decode.head_drafter import Eagle3Drafter
@@ -240,12 +240,11 @@ def predicted(arm: str, count: int, acceptance: float, found: dict[str, Any]) ->
     """Rate with drafts by the rate without; 1 where the policy drafts nothing."""
     kind, drafts = parts_of(arm)
     tokens = mean_tokens(drafts, acceptance)
-    wider = step_cost(count * (1 + drafts)) / step_cost(count)
-    if tokens <= wider:
-        return 1.0
+    policy = DraftPolicy(drafts)
     passes = drafts if kind == "eagle3" else 1
-    own = found[arm]["drafter_bytes"] * passes / found[arm]["weights_bytes"]
-    return tokens / (wider + own / step_cost(count))
+    policy.use_weights_read(found[arm]["weights_bytes"], found[arm]["drafter_bytes"] * passes)
+    slower = policy.slowdown(count)
+    return 1.0 if tokens <= slower else tokens / slower
 
 
 def rows_of(arm: str, result: dict[str, Any], acceptance: float) -> list[dict[str, Any]]:

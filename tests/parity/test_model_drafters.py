@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.model_executor.models.draft_head import DraftHead
-from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.core.sched.draft_policy import DraftPolicy, step_cost
 from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.graph_set import GraphSet, Prepare
@@ -184,6 +184,18 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
         steps.append(len(run.proposed) - before)
     assert output.num_cached_tokens == 144
     assert steps[0] == steps[1] == 1 + 5
+
+
+@pytest.mark.parametrize(("name", "passes"), [("mtp", DRAFTS), ("dflash-llama", 1)])
+def test_the_policy_is_told_what_drafting_reads(
+    name: str, passes: int, methods: Methods, make_engine: MakeEngine
+) -> None:
+    run = engine(make_engine, methods(name), DRAFTS)
+    (runner,) = run.llm.collective_rpc(lambda worker: worker.model_runner)
+    read, policy = runner.weights_read(), run.core.scheduler.draft_policy
+    assert read.drafter > 0 and runner.drafter.num_passes == passes
+    reading = policy.slowdown(1) * step_cost(1) - step_cost(1 + DRAFTS)
+    assert reading == pytest.approx(read.drafter / read.target)
 
 
 def test_hits_beside_a_drafter_of_blocks(

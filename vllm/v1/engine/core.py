@@ -124,6 +124,10 @@ class EngineCore:
                 f"{self.executor.max_concurrent_batches} in flight; use --no-async-scheduling and "
                 "--pipeline-parallel-size 1"
             )
+        drafter = self.vllm_config.drafter
+        if drafter is not None and (drafter.reads_target or drafter.is_draft_model):
+            # Ranks have equal parts.
+            scheduler.use_weights_read(*self.executor.collective_rpc("weights_read")[0])
         if (connector := scheduler.get_kv_connector()) is not None:
             self.executor.init_kv_output_aggregator(connector)
             found = self.executor.collective_rpc("get_kv_connector_handshake_metadata")

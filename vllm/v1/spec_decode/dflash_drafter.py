@@ -54,6 +54,10 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
         return self._fields.block_size
 
     @property
+    def num_passes(self) -> int:
+        return 1
+
+    @property
     def residual_layer_ids(self) -> tuple[int, ...]:
         return self.settings.layer_ids
 

@@ -87,6 +87,11 @@ class Drafter(ABC, Generic[S]):
         return ()
 
     @property
+    def num_passes(self) -> int:
+        """How often a step that drafts reads the drafter's weights."""
+        return 0
+
+    @property
     def attn_layer_names(self) -> Sequence[str]:
         """Layers with state that `propose` runs: their metadata is made in every step, also where
         the target's layers run in a graph that needs none."""

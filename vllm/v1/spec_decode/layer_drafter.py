@@ -41,6 +41,10 @@ class LayerDrafter(Drafter[S], Generic[S]):
         self._graphs: dict[tuple[int, int], GraphSet] = {}
 
     @property
+    def num_passes(self) -> int:
+        return self.settings.num_speculative_tokens
+
+    @property
     def attn_layer_names(self) -> Sequence[str]:
         return self._layer_names
 

@@ -34,6 +34,7 @@ from vllm.v1.spec_decode.drafter import (
     create_drafter,
 )
 from vllm.v1.spec_decode.extract_hidden_states import HiddenStateCapture
+from vllm.v1.spec_decode.weights_read import WeightsRead
 from vllm.v1.worker.arena import Arena
 from vllm.v1.worker.block_tables import BlockTables
 from vllm.v1.worker.input_batch import InputBatch
@@ -126,6 +127,15 @@ class ModelOnDevice:
         if self.samples:
             self.sampler.share_vocabulary(self.model)
         self._collect_layers()
+
+    def weights_read(self) -> WeightsRead:
+        """Per step, of the model and the drafter."""
+        drafter = self.drafter
+        if drafter is None:
+            return WeightsRead.of(self.model, None, 0, own_head=False)
+        own = self.models[1 if self.capture is None else 2 :]
+        own_head = drafter.settings.is_draft_model
+        return WeightsRead.of(self.model, next(iter(own), None), drafter.num_passes, own_head)
 
     def _join_pipeline(self) -> PipelineStage:
         """Meet the other stages; `VLLMValidationError` for a model that cannot be a stage."""

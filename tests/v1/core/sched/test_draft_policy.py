@@ -53,6 +53,37 @@ def test_a_step_may_not_take_longer_than_its_tokens_are_worth() -> None:
             assert (chosen == 3) == (1 + accepted > slower * 1.02)
 
 
+#: bytes of one pass of the drafter by the target's: at which acceptance three drafts just pay
+@pytest.mark.parametrize(
+    ("count", "drafting", "needed"),
+    [
+        (1, 0.0, 0.044),
+        (8, 0.0, 0.200),
+        (1, 0.15, 0.196),
+        (8, 0.15, 0.344),
+        (64, 0.15, 1.142),
+        (1, 0.6, 0.651),
+    ],
+)
+def test_drafting_has_to_pay_for_itself(count: int, drafting: float, needed: float) -> None:
+    policy = DraftPolicy(3)
+    policy.use_weights_read(10**9, round(drafting * 10**9))
+    assert policy.choose(requests(count, needed - 0.002)) == 0
+    assert policy.choose(requests(count, needed + 0.002)) == 3
+
+
+def test_a_drafter_that_reads_as_much_as_it_saves_is_not_tried() -> None:
+    policy, batch = DraftPolicy(3), requests(1, 3.0)
+    policy.use_weights_read(10**9, 3 * 10**9)
+    assert {policy.choose(batch) for _ in range(200)} == {0}
+
+
+def test_what_drafting_costs_is_a_decision(log: DecisionLog) -> None:
+    DraftPolicy(3).use_weights_read(8_000, 1_200)
+    (found,) = (d for d in log.decisions() if d.what == "cost of drafting")
+    assert found.chosen == "0.150 of reading the target" and "1200 bytes per step" in found.why
+
+
 def test_a_new_request_is_expected_to_be_like_the_others() -> None:
     policy = DraftPolicy(3)
     (fresh,) = requests(1)

@@ -35,11 +35,15 @@ class DraftPolicy:
     a step grows by more than its time does (`step_cost`). Where it does not, it is tried for a few
     steps now and then, the more seldom the more a trial costs, unless the batch is so large that
     not even full acceptance would pay.
+
+    A step that drafts reads the drafter's weights besides (`use_weights_read`).
     """
 
     def __init__(self, num_drafts: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_drafts = num_drafts
         self._clock = clock
+        #: what drafting takes, in units of reading the target's weights once
+        self._drafting = 0.0
         #: the yield that a new request is expected to have
         self._expected = float(num_drafts)
         #: the decodes of the last choice and what drafting gains with them, until a yield changes
@@ -48,6 +52,17 @@ class DraftPolicy:
         self._steps = 0
         self._recorded_at = float("-inf")
         self._recorded: bool | None = None
+
+    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
+        """Bytes of the target's weights that a step reads, and of the drafter's if it drafts."""
+        self._drafting = drafter_bytes / target_bytes
+        why = f"its weights, {drafter_bytes} bytes per step, by the target's, {target_bytes}"
+        decisions.record("cost of drafting", f"{self._drafting:.3f} of reading the target", why)
+
+    def slowdown(self, count: int) -> float:
+        """Time of a step of `count` decodes with drafts, by that of one without."""
+        wider = step_cost(count * (1 + self.num_drafts)) + self._drafting
+        return wider / step_cost(count)
 
     def observe(self, request: Request, num_accepted: int) -> None:
         """A step verified drafts of the request and accepted so many."""
@@ -62,7 +77,7 @@ class DraftPolicy:
         count = len(decodes)
         if not count or not self.num_drafts:
             return self.num_drafts
-        ratio = step_cost(count * (1 + self.num_drafts)) / step_cost(count)
+        ratio = self.slowdown(count)
         most = 1.0 + self.num_drafts
         if ratio * _MARGIN >= most:
             return self._turn(False, count, "the batch is too large for any acceptance to pay")
@@ -75,7 +90,7 @@ class DraftPolicy:
             if self._steps == pause + _TRIAL:
                 self._steps = 0
             return self.num_drafts
-        return self._turn(False, count, "too few drafts are accepted for what verifying costs")
+        return self._turn(False, count, "too few drafts are accepted for what they cost")
 
     def _gained(self, decodes: Sequence[Request]) -> float:
         """Drafts of theirs that a step is expected to accept."""

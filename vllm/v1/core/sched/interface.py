@@ -113,6 +113,11 @@ class SchedulerInterface(ABC):
             f"{type(self).__name__} cannot go on with other state memory; start the engine anew"
         )
 
+    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
+        """What a step reads of the target's weights, and of the drafter's if it drafts: for
+        schedulers that choose when it does."""
+        return
+
     def get_kv_connector(self) -> KVConnectorBase_V1 | None:
         """The scheduler's side of the KV connector, if there is one."""
         return None

@@ -112,6 +112,9 @@ class SchedulerState(SchedulerInterface):
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             self.recompute_failed_loads = policy == "recompute"
 
+    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
+        self.draft_policy.use_weights_read(target_bytes, drafter_bytes)
+
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         assert not self.requests
         self._use_memory(kv_cache_config)

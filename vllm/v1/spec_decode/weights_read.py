@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of weights that a step reads: what drafting costs beside verifying."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+
+
+@dataclass(frozen=True)
+class WeightsRead:
+    """Of one rank, in bytes: the target's in a step, and the drafter's in a step that drafts."""
+
+    target: int
+    drafter: int = 0
+
+    @classmethod
+    def of(
+        cls, target: nn.Module, drafter: nn.Module | None, num_passes: int, own_head: bool
+    ) -> WeightsRead:
+        """`drafter`: its own modules, run `num_passes` times; its output head is its own
+        (`own_head`), or the target's unless it has one. Of embeddings only single rows are read,
+        unless they are output heads, too; of a mixture all experts count, as in large batches."""
+        whole = _bytes(target) + _head_bytes(target)
+        if drafter is None:
+            return cls(whole)
+        heads = (drafter,) if own_head else (drafter, target)
+        return cls(whole, num_passes * (_bytes(drafter) + _head_bytes(*heads)))
+
+
+def _bytes(model: nn.Module) -> int:
+    """Of all parameters but those of embeddings and output heads."""
+    tables = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)
+        for weight in module.parameters()
+    }
+    return sum(_size(weight) for weight in model.parameters() if id(weight) not in tables)
+
+
+def _head_bytes(*models: nn.Module) -> int:
+    """Of the output head of the first model that has one; else of an embedding, which it is tied
+    to."""
+    tables = [
+        module
+        for model in models
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding)
+    ]
+    heads = [table for table in tables if isinstance(table, ParallelLMHead)]
+    return sum(_size(weight) for table in (heads or tables)[:1] for weight in table.parameters())
+
+
+def _size(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
