@@ -18,7 +18,8 @@ from tiny_models import tiny_model
 
 from tests.compilation.graph_safety.samples.replayed_steps import BRANCH, PLANTS, Plant
 from tests.nightly import nightly
-from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator import models
+from vllm.compilation.graph_safety.simulator.driver import VARIED, Driver
 from vllm.compilation.graph_safety.simulator.models import (
     StepsReport,
     check_runner,
@@ -29,8 +30,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
+from vllm.v1.worker.step_graphs import StepGraphs
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,17 +50,15 @@ FAMILIES = [family for family in tiny_models.FAMILIES if family not in ALIKE]
 
 
 def settings(model: Path, method: dict[str, Any] | None = None, **more: Any) -> VllmConfig:
-    args = EngineArgs(
-        model=str(model),
-        load_format="dummy",
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        speculative_config=method,
-        **more,
-    )
-    return args.create_engine_config()
+    given: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "speculative_config": method,
+    }
+    return EngineArgs(model=str(model), **(given | more)).create_engine_config()
 
 
 def assert_replays(config: VllmConfig) -> StepsReport:
@@ -132,6 +134,21 @@ def test_hidden_states(tmp_path: Path) -> None:
     assert_replays(config)
 
 
+def test_requests_sample_in_many_ways(runner: ModelRunner) -> None:
+    seen: list[SamplingParams] = []
+
+    def launch(output: SchedulerOutput) -> None:
+        seen.extend(request.sampling_params for request in output.scheduled_new_reqs)
+        runner.execute_dummy(output)
+
+    runner.graphs = StepGraphs()
+    driver = Driver(runner, launch=launch, sampling=VARIED)
+    for _ in range(14):
+        driver.step()
+    assert seen == [*VARIED, *VARIED][: len(seen)] and len(seen) >= len(VARIED)
+    driver.restart()
+
+
 # ---- planted hazards -----------------------------------------------------------------------------
 
 
@@ -155,6 +172,16 @@ def test_planted_hazards(runner: ModelRunner, plant: Plant) -> None:
 
 def test_nothing_stays_planted(runner: ModelRunner) -> None:
     assert check_runner(runner, 3).findings == ()
+
+
+def test_steps_without_graphs_are_another_run(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which a GPU's own check leaves to the launches that are padded alike."""
+    monkeypatch.setattr(models, "first_other", lambda *runs: "step 1 has other tokens")
+    (found,) = check_runner(runner, 2).findings
+    assert (found.hazard, found.message) == (22, "step 1 has other tokens than without graphs")
+    assert check_runner(runner, 2, without_graphs=False).findings == ()
 
 
 _PLANNED = "return GraphPlan(sizes"

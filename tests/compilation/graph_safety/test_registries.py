@@ -7,15 +7,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import quantized_models
 from tiny_models import FAMILIES, tiny_model
 
-from tests.compilation.graph_safety import test_model_steps, test_tree
+from tests.compilation.graph_safety import test_model_steps, test_served_forms, test_tree
 from vllm.compilation.graph_safety.report import Report, as_table
 from vllm.compilation.graph_safety.targets import check_connector, check_model
 from vllm.config import KVTransferConfig
 from vllm.config.draft_methods import DRAFT_METHODS
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization import registry
 from vllm.model_executor.models.apriel2_mixers import MIXERS
 from vllm.model_executor.models.registry import ModelRegistry
 
@@ -65,6 +67,18 @@ def test_every_mixer_is_checked() -> None:
     descriptions = test_model_steps.MIXERS | test_model_steps.MAMBA
     kinds = {descriptions[name]["type"] for names in layouts for name in names}
     assert {MIXERS[kind] for kind in kinds} == set(MIXERS.values())
+
+
+def test_every_quantisation_is_checked() -> None:
+    forms = [form for _, form in [*test_served_forms.STORED, *test_served_forms.MORE]]
+    stored = {quantized_models._CONFIGS[form]["quant_method"] for form in forms}
+    assert set(forms) == set(quantized_models.FORMATS) and stored == set(registry._STORED)
+    assert set(test_served_forms.AT_LOAD) == set(registry._AT_LOAD)
+    assert set(test_served_forms.MADE_16_BIT) == set(registry._MADE_16_BIT)
+
+
+def test_every_mixer_is_part_of_a_placement() -> None:
+    assert set(test_served_forms.MIXED.split(",")) == set(test_model_steps.MIXERS)
 
 
 def test_every_drafter_is_checked() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import FAMILIES, tiny_model
@@ -15,10 +16,12 @@ from vllm.compilation.graph_safety import report as report_module
 from vllm.compilation.graph_safety.report import Allowance, Report, allowances, as_table
 from vllm.compilation.graph_safety.targets import check_model
 from vllm.compilation.graph_safety.walker import Finding
+from vllm.config import VllmConfig
 
 # What a process happens to have imported changes no finding.
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector  # noqa: F401
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor import model_outline
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +93,18 @@ def test_the_choice_among_copies_of_experts_is_walked() -> None:
     report = check_model(EngineArgs(str(tiny_model("mixtral")), **spread).create_engine_config())
     assert "vllm.model_executor.layers.expert_copies.ExpertCopies.choose" in report.functions
     assert report.is_clean, "\n" + as_table([report])
+
+
+def test_each_pipeline_stage_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked: list[int | None] = []
+    build = model_outline.models_on_meta
+
+    def built(config: VllmConfig, size: int = 1, stage: int | None = None) -> Any:
+        walked.append(stage)
+        return build(config, size, stage)
+
+    monkeypatch.setattr(model_outline, "models_on_meta", built)
+    args = EngineArgs(str(tiny_model("llama")), pipeline_parallel_size=2)
+    report = check_model(args.create_engine_config())
+    assert walked == [0, 1] and report.is_clean, "\n" + as_table([report])
+    assert "vllm.v1.worker.pipeline_stage.PipelineStage.receive" in report.functions

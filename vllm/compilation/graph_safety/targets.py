@@ -44,8 +44,8 @@ def _quiet(name: str) -> None:
 
 
 def check_model(config: VllmConfig, progress: Progress = _quiet) -> Report:
-    """A model with its drafters, built without weights, its connector, and a step of the runner
-    around them.
+    """A model with its drafters (each pipeline stage of it, where there are several), built without
+    weights, its connector, and a step of the runner around them.
 
     Raises ValueError as `models_on_meta` does.
     """
@@ -57,7 +57,13 @@ def check_model(config: VllmConfig, progress: Progress = _quiet) -> Report:
     for found in pkgutil.iter_modules(spec_decode.__path__):
         # The runner may call any drafter, and the pass sees the classes that are loaded.
         importlib.import_module(f"{spec_decode.__name__}.{found.name}")
-    _, models = models_on_meta(config, config.parallel_config.tensor_parallel_size)
+    parallel = config.parallel_config
+    stages = parallel.pipeline_parallel_size
+    models = [
+        model
+        for stage in (range(stages) if stages > 1 else (None,))
+        for model in models_on_meta(config, parallel.tensor_parallel_size, stage)[1]
+    ]
     scan = Scan(_packages(*models), progress)
     for model in models:
         _walk_module(scan, model)

@@ -159,7 +159,9 @@ def compare_steps(
         "without graphs, bit for bit"
     )
     runner.drop_graphs()
-    report = check_runner(runner, located, progress, recorder_of=recorder_of, graph=graph)
+    report = check_runner(
+        runner, located, progress, recorder_of=recorder_of, graph=graph, without_graphs=False
+    )
     run.done.append(
         f"{sum(report.replays.values())} replays of {report.captures} graphs compared launch by "
         f"launch, with padding that may not write to state, and {len(report.addresses)} addresses "

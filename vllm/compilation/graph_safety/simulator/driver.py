@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +18,22 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.model_runner import ModelRunner
 
-_GREEDY = SamplingParams(temperature=0.0, max_tokens=2**20, ignore_eos=True)
+_ENDLESS: dict[str, Any] = {"max_tokens": 2**20, "ignore_eos": True}
+GREEDY = (SamplingParams(temperature=0.0, **_ENDLESS),)
+#: ways to sample that differ in what is launched: filters, noise, penalties, biases, logprobs
+VARIED = (
+    *GREEDY,
+    SamplingParams(temperature=0.7, seed=1, top_k=20, top_p=0.9, logprobs=2, **_ENDLESS),
+    SamplingParams(
+        temperature=0.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0},
+        **_ENDLESS,
+    ),
+    SamplingParams(temperature=1.0, seed=2, min_p=0.05, allowed_token_ids=[*range(32)], **_ENDLESS),
+)
 #: the longest prompt
 _PROMPT = 24
 #: a step in so many has a prefill beside its decodes
@@ -31,20 +47,23 @@ class _Request:
     blocks: tuple[list[int], ...]
     pages: list[int]
     prompt: list[int]
+    sampling: SamplingParams
     length: int = 0
 
 
 class Driver:
     """Every request has pages of its own for as many tokens as the model takes; steps follow from
-    `seed` alone. The arena is made here, with room for all rows. `launch` runs a step to its end
-    (None: `ModelRunner.execute_dummy`)."""
+    `seed` alone. Requests sample as `sampling` says, in turn. The arena is made here, with room for
+    all rows. `launch` runs a step to its end (None: `ModelRunner.execute_dummy`)."""
 
     def __init__(
         self,
         runner: ModelRunner,
         seed: int = 0,
         launch: Callable[[SchedulerOutput], None] | None = None,
+        sampling: Sequence[SamplingParams] = GREEDY,
     ) -> None:
+        self._sampling = sampling
         self.launch = runner.execute_dummy if launch is None else launch
         self._runner = runner
         self._longest = runner.model_config.max_model_len
@@ -142,7 +161,8 @@ class Driver:
         vocab = self._runner.vocab_size
         length = self._random.randint(1, _PROMPT)
         prompt = [self._random.randrange(vocab) for _ in range(length)]
-        self._live[name] = _Request(tuple(blocks), pages, prompt)
+        sampling = self._sampling[(self._count - 1) % len(self._sampling)]
+        self._live[name] = _Request(tuple(blocks), pages, prompt, sampling)
         return name
 
     def _new_data(self, name: str) -> NewRequestData:
@@ -151,7 +171,7 @@ class Driver:
             req_id=name,
             prompt_token_ids=request.prompt,
             mm_features=[],
-            sampling_params=_GREEDY,
+            sampling_params=request.sampling,
             pooling_params=None,
             block_ids=request.blocks,
             num_computed_tokens=0,
