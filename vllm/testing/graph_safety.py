@@ -2,13 +2,14 @@
 """For tests of model and kernel authors: that a module or function can be part of a graph.
 
 It is a pytest plugin, too: with `pytest_plugins = ["vllm.testing.graph_safety"]` in a `conftest.py`
-the fixture `assert_graph_safe` is there.
+the fixtures `assert_graph_safe` and `assert_steps_replay` are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from torch import Tensor
@@ -17,6 +18,12 @@ from vllm.compilation.graph_safety.device.functions import check_graphs
 from vllm.compilation.graph_safety.report import Report, as_table
 from vllm.compilation.graph_safety.simulator.functions import check_replays
 from vllm.compilation.graph_safety.targets import check_object
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
+
+#: of a model: several of each kind
+STEPS = 64
 
 
 def assert_graph_safe(target: object) -> Report:
@@ -51,6 +58,30 @@ def assert_replays(
     if not report.is_clean:
         raise AssertionError("replays are not what eager runs are:\n" + as_table([report]))
     return report
+
+
+def assert_steps_replay(model: EngineArgs | str | Path, steps: int = STEPS) -> Report:
+    """Run `steps` whole steps of a model, its drafter included, with weights that are made up, as
+    `vllm graph-check` does: on a CPU captured by recording, on GPUs in graphs. `model`: a folder or
+    repository, or with other settings the arguments of an engine.
+
+    Raises AssertionError that lists the hazards with file, line and replacement, and ValueError for
+    what cannot be run.
+    """
+    from vllm.compilation.graph_safety.model_steps import check_model_steps
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = model if isinstance(model, EngineArgs) else EngineArgs(model=str(model))
+    report = check_model_steps(args, steps)
+    if not report.is_clean:
+        raise AssertionError("steps do not replay as they run:\n" + as_table([report]))
+    return report
+
+
+@pytest.fixture(name="assert_steps_replay")
+def _assert_steps_replay() -> Callable[..., Report]:
+    """`assert_steps_replay` of this module."""
+    return assert_steps_replay
 
 
 @pytest.fixture(name="assert_graph_safe")

@@ -103,11 +103,31 @@ def test_the_steps_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert "4 replays in 4 decode, verify and mixed steps" in capsys.readouterr().out
     (target,) = json.loads(out.read_text())["targets"]
     assert len(target["checks_run"]) == 2 and target["checks_left"] == [CHECKS_LEFT]
+    captures = {one.pop("name"): one for one in target["captures"]}
+    assert "decodes of 1 tokens, batch of 8" in captures
+    assert all(one["captured"] and not one["stale"] for one in captures.values())
+    assert sum(one["replays"] for one in captures.values()) == 4
+    assert {one["max_difference"] for one in captures.values()} == {0.0, None}
 
 
 def _found(*args: object) -> StepsReport:
     finding = Finding(str(SAMPLE), 3, 1, 26, "handed on", "m.f", "self.last = x")
     return StepsReport((finding,), 1, 1, {}, ())
+
+
+@needs_cpu
+def test_steps_in_an_authors_tests(
+    assert_steps_replay: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = assert_steps_replay(tiny_model("llama"), steps=2)
+    assert "replays in 2 decode" in report.checks[0] and report.left == () and report.captures
+    args = EngineArgs(model=str(tiny_model("llama")), hf_overrides={"num_hidden_layers": 1})
+    monkeypatch.setattr(model_steps, "check_steps", _found)
+    with pytest.raises(AssertionError, match=r"upstream_style\.py:3:1  #26"):
+        assert_steps_replay(args)
+    monkeypatch.setattr(model_steps, "_MOST_BYTES", 1)
+    with pytest.raises(VLLMValidationError, match="GiB of weights"):
+        assert_steps_replay(args)
 
 
 @needs_cpu

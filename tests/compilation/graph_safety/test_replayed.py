@@ -15,6 +15,7 @@ from tests.compilation.graph_safety.test_planted import SAMPLES, expected
 from vllm import decisions
 from vllm.compilation.graph_break import graph_break
 from vllm.compilation.graph_safety.hazards import HAZARDS
+from vllm.compilation.graph_safety.report import as_json
 from vllm.compilation.graph_safety.simulator.functions import check_replays
 from vllm.exceptions import VLLMValidationError
 from vllm.testing.graph_safety import assert_replays
@@ -82,6 +83,20 @@ def test_the_assertion_names_place_and_replacement() -> None:
     with pytest.raises(AssertionError, match=r"replayed\.py:\d+:\d+  #10 ") as error:
         assert_replays(replayed.Gathers(), replayed.steps())
     assert HAZARDS[10].replacement in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("module", "captured", "stale"),
+    [(Clean(), True, 0), (replayed.CountedSteps(), True, 6), (replayed.ChangesDevice(), False, 0)],
+)
+def test_what_became_of_a_capture(module: nn.Module, captured: bool, stale: int) -> None:
+    """It is part of the report as JSON. The capture counts as a step, so that no other is like it."""
+    (target,) = as_json([check_replays(module, replayed.steps())])["targets"]
+    (found,) = target["captures"]
+    assert (found["name"], found["captured"]) == (type(module).__name__, captured)
+    assert (found["replays"], found["stale"]) == (6 * captured, stale)
+    differs = (found["max_difference"] or 0.0) > 0
+    assert differs == (stale > 0) and (found["max_difference"] is None) == (not captured)
 
 
 def test_a_capture_leaves_no_trace_in_memory() -> None:

@@ -52,43 +52,55 @@ def with_steps(
     steps: int,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """The report of a model's source with the findings of `steps` simulated steps of it.
+    """The report of a model's source with the findings of `steps` steps of it, as
+    `check_model_steps` runs them. What cannot be run is in `left`, with the reason."""
+    if not steps:
+        return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
+    try:
+        found = check_model_steps(args, steps, progress)
+    except (ValueError, torch.cuda.OutOfMemoryError) as error:
+        return replace(report, left=(f"{_NOT_RUN}{error}", *report.left))
+    modes = report.modes | found.modes
+    joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
+    left = () if current_platform.is_cuda() else report.left
+    checks = (*report.checks, *found.checks)
+    return replace(joined, checks=checks, left=left, captures=found.captures)
+
+
+def check_model_steps(
+    args: EngineArgs, steps: int, progress: Callable[[str], None] = lambda name: None
+) -> Report:
+    """What `steps` steps of a model show, with weights that are made up.
 
     On a CPU they run in float32, whose bits do not depend on the batch there, with simulated
     captures, and of a model that is too large for that a smaller copy runs; on GPUs with graphs,
     and the graphs of the sizes that were given are captured besides. One worker runs the whole
-    model; the summary names the flags that it does not have. What cannot be run is in `left`, with
-    the reason.
+    model; the summary names the flags that it does not have.
+
+    Raises ValueError for what cannot be run, and torch's OutOfMemoryError on a GPU that is too
+    small.
     """
-    if not steps:
-        return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
     small: dict[str, Any] = {
         **_ONE_WORKER,
         "max_model_len": LENGTH,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": TOKENS,
     }
-    on_gpu = current_platform.is_cuda()
-    if not on_gpu:
-        small["dtype"] = "float32"
     found: StepsReport | DevicesReport
     copied = ""
-    try:
+    if current_platform.is_cuda():
+        own = replace(args, **_ONE_WORKER)
+        own_sizes = own.create_engine_config(UsageContext.OPENAI_API_SERVER)
         config = replace(args, **small).create_engine_config()
-        if on_gpu:
-            own = replace(args, **_ONE_WORKER)
-            own_sizes = own.create_engine_config(UsageContext.OPENAI_API_SERVER)
-            found = check_devices(config, steps, progress, own_sizes)
-        else:
-            config, copied = _that_fits(config, args, small)
-            found = check_steps(config, steps, progress)
-    except (ValueError, torch.cuda.OutOfMemoryError) as error:
-        return replace(report, left=(f"{_NOT_RUN}{error}", *report.left))
+        found = check_devices(config, steps, progress, own_sizes)
+    else:
+        small["dtype"] = "float32"
+        config = replace(args, **small).create_engine_config()
+        config, copied = _that_fits(config, args, small)
+        found = check_steps(config, steps, progress)
     summary = found.summary + copied + in_place_of(args, small)
-    modes = report.modes | dict.fromkeys(found.findings, REPLAYED)
-    joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
-    left = () if on_gpu else report.left
-    return replace(joined, checks=(*report.checks, summary), left=left)
+    modes = dict.fromkeys(found.findings, REPLAYED)
+    return join_report(args.model, modes, checks=(summary,), left=(), captures=found.results)
 
 
 def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -27,11 +27,24 @@ _FILE = Path(__file__).with_name("allowed.json")
 
 
 @dataclass(frozen=True)
+class Captured:
+    """A layer, or a step of a model by kind and size: whether it could be captured; of how many
+    replays how many computed something else than an eager run, or nothing, and the largest
+    difference between the results of both (None where none could be compared)."""
+
+    name: str
+    captured: bool
+    replays: int = 0
+    stale: int = 0
+    max_difference: float | None = None
+
+
+@dataclass(frozen=True)
 class Report:
     """`target`: what was checked; `functions`: names of all that were walked; `findings` that
     nothing allows; `allowed`: those that the allow-list lets pass; `cut`:
     functions of which calls were not followed, for they lay too deep; `checks`: what was run,
-    `left`: what was not."""
+    `left`: what was not; `captures`: what was replayed."""
 
     target: str
     functions: tuple[str, ...]
@@ -41,6 +54,7 @@ class Report:
     cut: tuple[str, ...]
     checks: tuple[str, ...] = (CHECKS_RUN,)
     left: tuple[str, ...] = (CHECKS_LEFT,)
+    captures: tuple[Captured, ...] = ()
 
     @property
     def is_clean(self) -> bool:
@@ -62,13 +76,15 @@ def join_report(
     cut: tuple[str, ...] = (),
     checks: tuple[str, ...] = (CHECKS_RUN,),
     left: tuple[str, ...] = (CHECKS_LEFT,),
+    captures: tuple[Captured, ...] = (),
 ) -> Report:
     """Findings with where each runs (`modes`), less what is allowed."""
     found = sorted(modes)
     allowed = [(one, entry) for one in found for entry in allowances() if entry.covers(one)]
     passed = {finding for finding, _ in allowed}
     rest = tuple(finding for finding in found if finding not in passed)
-    return Report(target, functions, rest, tuple(allowed), dict(modes), cut, checks, left)
+    shown = tuple(allowed)
+    return Report(target, functions, rest, shown, dict(modes), cut, checks, left, captures)
 
 
 def place(path: str) -> str:
@@ -105,7 +121,8 @@ def _once(checks: Iterable[tuple[str, ...]]) -> list[str]:
 
 
 def as_json(reports: list[Report]) -> dict[str, Any]:
-    """`targets`, each with `findings` and `allowed`; what was checked and what was not."""
+    """`targets`, each with `findings` and `allowed`, and `captures` of what was replayed; what was
+    checked and what was not."""
     return {
         "version": __version__,
         "checks_run": _once(r.checks for r in reports),
@@ -116,6 +133,7 @@ def as_json(reports: list[Report]) -> dict[str, Any]:
                 "checks_run": list(report.checks),
                 "checks_left": list(report.left),
                 "functions_walked": len(report.functions),
+                "captures": [asdict(one) for one in report.captures],
                 "not_followed": list(report.cut),
                 "findings": [_finding(report, finding) for finding in report.findings],
                 "allowed": [

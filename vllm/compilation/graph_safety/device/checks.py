@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from vllm.compilation.graph_safety.device.sync_trap import (
     torch_waits_raise,
     waits_trapped,
 )
+from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
 from vllm.compilation.graph_safety.simulator.functions import weights_of
@@ -60,12 +61,13 @@ LOCATED = 24
 @dataclass(frozen=True)
 class DevicesReport:
     """What was found on `devices` GPUs, with `steps` replayed on each that got so far; `done`: what
-    ran, in words."""
+    ran, in words; `results`: what became of the captures whose launches were compared."""
 
     findings: tuple[Finding, ...]
     devices: int
     steps: int
     done: tuple[str, ...]
+    results: tuple[Captured, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -95,7 +97,12 @@ def check_devices(
                     capture_own_sizes(runner, run, _memory_for_state(runner))
     torch.cuda.set_device(0)
     found = dict.fromkeys(finding for run in runs.values() for finding in run.findings)
-    return DevicesReport(tuple(found), len(runs), steps, what_ran(runs))
+    results = (
+        replace(one, name=f"{device}: {one.name}")
+        for device, run in runs.items()
+        for one in run.results
+    )
+    return DevicesReport(tuple(found), len(runs), steps, what_ran(runs), tuple(results))
 
 
 @contextmanager
@@ -167,6 +174,7 @@ def compare_steps(
         f"launch, with padding that may not write to state, and {len(report.addresses)} addresses "
         "that are where they were"
     )
+    run.results += report.results
     # With a line, what a whole step shows is that hazard's; a race has none.
     rest = [one for one in whole if not report.findings or one.hazard == 24]
     run.findings += [*report.findings, *rest]

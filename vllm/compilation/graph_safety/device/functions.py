@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vllm.compilation.graph_safety.device.captured_graph import CapturedGraph, DeviceRecorder
-from vllm.compilation.graph_safety.report import Report, join_report
+from vllm.compilation.graph_safety.report import Captured, Report, join_report
 from vllm.compilation.graph_safety.simulator.checked_run import filled_memory
 from vllm.compilation.graph_safety.simulator.functions import (
     REPLAYED,
@@ -27,14 +27,20 @@ from vllm.compilation.graph_safety.walker import Finding
 
 @dataclass(frozen=True)
 class GraphsReport:
-    """What was found in `steps` steps of `target` on a GPU. `captured`: whether it could be; then
-    `stale`: how many replays computed something else than their eager run."""
+    """What was found in `steps` steps of `target` on a GPU, and what became of its capture."""
 
     target: str
     findings: tuple[Finding, ...]
     steps: int
-    captured: bool
-    stale: int
+    result: Captured
+
+    @property
+    def captured(self) -> bool:
+        return self.result.captured
+
+    @property
+    def stale(self) -> int:
+        return self.result.stale
 
     @property
     def summary(self) -> str:
@@ -48,7 +54,7 @@ class GraphsReport:
     def as_report(self) -> Report:
         """With the findings that nothing allows."""
         found = dict.fromkeys(self.findings, REPLAYED)
-        return join_report(self.target, found, checks=(self.summary,))
+        return join_report(self.target, found, checks=(self.summary,), captures=(self.result,))
 
 
 @torch.inference_mode()
@@ -73,17 +79,15 @@ def check_graphs(
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         watched = _watch(copy.deepcopy(function), steps, split)
         findings = dict(watched.findings)
-        stale = 0
+        result = Captured(name_of(function), False)
         if not watched.ends_capture:
             recorder = _recorder(function)
-            stale = replay_steps(
-                function, steps, recorder, CapturedGraph, split, between
-            ).stale_steps
+            checked = replay_steps(function, steps, recorder, CapturedGraph, split, between)
+            result = checked.result(name_of(function))
             recorder.check_after()
             findings |= recorder.findings
         torch.cuda.synchronize()
-    captured = not watched.ends_capture
-    return GraphsReport(name_of(function), tuple(findings), len(steps), captured, stale)
+    return GraphsReport(name_of(function), tuple(findings), len(steps), result)
 
 
 def _recorder(function: Callable[..., Any]) -> DeviceRecorder:

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.walker import Finding
 
 
 @dataclass
 class DeviceRun:
-    """What was found on one GPU, and what ran there, in words."""
+    """What was found on one GPU, what ran there, in words, and what became of the captures whose
+    launches were compared."""
 
     findings: list[Finding] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
+    results: list[Captured] = field(default_factory=list)
 
 
 def what_ran(runs: Mapping[torch.device, DeviceRun]) -> tuple[str, ...]:

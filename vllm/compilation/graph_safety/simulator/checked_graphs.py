@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, Run, SimulatedGraph
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.piecewise import Graph
@@ -62,6 +63,11 @@ class CheckedGraphSet(GraphSet):
     @property
     def captures(self) -> list[CheckedRun]:
         return [checked for checked, _ in self._checked.values()]
+
+    @property
+    def results(self) -> list[Captured]:
+        """What became of each size."""
+        return [one.result(f"{self._name} of {n}") for n, (one, _) in self._checked.items()]
 
     def captured(self, size: int) -> CheckedRun:
         """The capture of a size."""

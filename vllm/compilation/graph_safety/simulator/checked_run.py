@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.simulator.differences import differences
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.tensors import (
@@ -72,8 +74,10 @@ class CheckedRun:
         graph: type[SimulatedGraph] = SimulatedGraph,
     ) -> None:
         self._recorder, self._split = recorder, split
-        #: steps whose replay computed something else than their eager run, or nothing
-        self.stale_steps = 0
+        #: replays, and those that computed something else than their eager run, or nothing
+        self.num_steps = self.stale_steps = 0
+        #: the largest between results of a replay and of its eager run
+        self.max_difference: float | None = None
         undone, guards = graph.runs_at_capture, list(guarded.values())
         held = {} if undone else {Handle.of(t).memory: _content(t).clone() for t in guards}
         with filled_memory(), recorder.recording(undone=undone) as trace:
@@ -141,13 +145,29 @@ class CheckedRun:
         found = differences(trace, now, recorder.origins)
         results = [_first(rows, t) for t in tensors_in(result)]
         others = [failure] if failure is not None else self._other_values(replayed, results, after)
+        self.num_steps += 1
         self.stale_steps += bool(others)
+        if failure is None:
+            self._note_difference(replayed, results)
         if not found and (failure is not None or (not trace.reads and not now.reads)):
             found = others
         for one in found:
             recorder.report_once(one.hazard, one.spot, one.message)
         now.owned.clear()
         return result
+
+    def _note_difference(self, replayed: list[Tensor], eager: list[Tensor]) -> None:
+        pairs = [(x, y) for x, y in zip(replayed, eager, strict=False) if x.shape == y.shape]
+        for x, y in pairs:
+            equal = x.numel() == 0 or same_bits(x, y)
+            difference = 0.0 if equal else float((x.double() - y.double()).abs().max())
+            # What is no number on one side alone is as far away as can be.
+            difference = sys.float_info.max if difference != difference else difference
+            self.max_difference = max(self.max_difference or 0.0, difference)
+
+    def result(self, name: str) -> Captured:
+        """What became of it, for a report."""
+        return Captured(name, True, self.num_steps, self.stale_steps, self.max_difference)
 
     def _other_values(
         self, replayed: list[Tensor], eager: list[Tensor], after: dict[int, Tensor]

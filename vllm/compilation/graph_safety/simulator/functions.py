@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllm.compilation.graph_safety.report import Report, join_report
+from vllm.compilation.graph_safety.report import Captured, Report, join_report
 from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun, SimulatedGraph
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.tensors import Handle
@@ -53,15 +53,17 @@ def check_replays(
     same_kinds(steps)
     recorder = Recorder(weights_of(function) if isinstance(function, nn.Module) else set())
     checks = (CHECKS_RUN.format(steps=len(steps)),)
+    captured = Captured(name_of(function), False)
     try:
-        replay_steps(function, steps, recorder, SimulatedGraph, split, between)
+        checked = replay_steps(function, steps, recorder, SimulatedGraph, split, between)
+        captured = checked.result(name_of(function))
     except Exception as error:
         if not recorder.host_calls.ended_by(error):
             raise
         checks = (CHECKS_ENDED.format(error=error),)
     recorder.check_after()
     found = dict.fromkeys(recorder.findings, REPLAYED)
-    return join_report(name_of(function), found, checks=checks)
+    return join_report(name_of(function), found, checks=checks, captures=(captured,))
 
 
 def same_kinds(steps: Steps) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.simulator.addresses import FrozenAddresses
 from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
@@ -34,13 +35,15 @@ _PIECES = (8, 64)
 
 @dataclass(frozen=True)
 class StepsReport:
-    """`replays`: how many, by kind and size; `addresses`: tensors that graphs read."""
+    """`replays`: how many, by kind and size; `addresses`: tensors that graphs read; `results`: what
+    became of each capture."""
 
     findings: tuple[Finding, ...]
     steps: int
     captures: int
     replays: dict[str, int]
     addresses: tuple[str, ...]
+    results: tuple[Captured, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -113,6 +116,7 @@ def check_runner(
         len(graphs.captures),
         dict(graphs.size.replays),
         tuple(addresses.names),
+        tuple(result for one in graphs.sets for result in one.results),
     )
 
 
