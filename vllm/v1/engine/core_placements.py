@@ -23,7 +23,6 @@ from vllm.model_executor.placements import Placement, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
-from vllm.v1.core.staged_arena import whole_config
 from vllm.v1.engine.core_memory import CoreMemory
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.executor.abstract import Executor
@@ -242,11 +241,10 @@ class CorePlacements:
         if not self._scheduler.reset_prefix_cache():
             raise RuntimeError("the placement cannot change: state blocks are still in use")
         begin = time.monotonic()
-        found = self._executor.collective_rpc("apply_placement", args=(placement, configs))
-        whole = whole_config(self._vllm_config, configs)
-        self._scheduler.use_memory(whole)
-        self._use(whole)
-        self._memory.adopt(whole)
+        found = self._executor.collective_rpc("apply_placement", args=(placement, configs[0]))
+        self._scheduler.use_memory(configs[0])
+        self._use(configs[0])
+        self._memory.adopt(configs[0])
         logger.info("placement changed in %.2f s", time.monotonic() - begin)
         cache = self._vllm_config.cache_config
         return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)

@@ -193,7 +193,9 @@ class ModelOnDevice:
         """What these placements need together; None is the one that is in use."""
         counts = JournalCounts()
         for placement in placements:
-            layers = collect_layers(self.vllm_config, *self.models, placement=placement)
+            layers = self.layers
+            if placement is not None:
+                layers = collect_layers(self.vllm_config, *self.models, placement=placement)
             counts |= count_journals(self.vllm_config, layers)
         return counts
 

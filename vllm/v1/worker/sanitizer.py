@@ -126,9 +126,9 @@ class Sanitizer:
                 zip(config.kv_cache_groups, arena.plan.groups, tables.groups, strict=True)
             )
         ]
-        self.memory = FreeMemory(arena) if beside is None else beside.memory
+        self.memory: FreeMemory = FreeMemory(arena) if beside is None else beside.memory
         self.memory.set_groups(first_group, self._groups)
-        self._requests = _Requests() if beside is None else beside._requests
+        self._requests: _Requests = _Requests() if beside is None else beside._requests
         self._arrived: list[str] = []
         self._nan_tokens: Tensor | None = None
         self._nan_samples: Tensor | None = None

@@ -258,10 +258,9 @@ class Worker:
         """See `ModelRunner.set_placement`."""
         return self.model_runner.set_placement(index, config, block_log)
 
-    def apply_placement(self, placement: Placement, configs: list[KVCacheConfig]) -> dict[int, str]:
-        """Use these mixers, with memory for them (of all workers: its own), and capture their
-        graphs; no request is left."""
-        config, connector = configs[self.rank], self._connector_slot.connector
+    def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
+        """Use these mixers, with memory for them, and capture their graphs; no request is left."""
+        connector = self._connector_slot.connector
         if connector is not None:
             connector.leave_memory(config)
         placed = self.model_runner.place(placement, config)
