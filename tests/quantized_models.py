@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm.kernels import fp8
 
 FP8 = fp8.FP8
-Format = Literal["tensor", "static", "block", "compressed", "modelopt"]
-#: of every kind of weight; "modelopt" is "static" by another name
+Format = Literal["tensor", "static", "block", "compressed", "modelopt", "compressed block"]
+#: of every kind of weight; "modelopt" is "static" by another name, "compressed block" is "block"
 FORMATS: tuple[Format, ...] = ("tensor", "static", "block", "compressed")
 
 #: activation scale of "static" checkpoints
@@ -62,7 +62,15 @@ _CONFIGS: dict[Format, dict[str, Any]] = {
         },
     },
 }
-_IGNORE_KEY = {"compressed": "ignore", "modelopt": "ignore"}
+_BLOCKS = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+_GROUPS = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}
+_CONFIGS["compressed block"] = {
+    **_CONFIGS["compressed"],
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": _BLOCKS, "input_activations": _GROUPS}
+    },
+}
+_IGNORE_KEY = dict.fromkeys(("compressed", "compressed block", "modelopt"), "ignore")
 
 
 @dataclass(frozen=True)
@@ -98,10 +106,10 @@ def block_scales(weight: Tensor) -> Tensor:
 def quantise(weight: Tensor, form: Format) -> tuple[dict[str, Tensor], Tensor]:
     """`({suffix: tensor}, dequantised weight)`."""
     weight = weight.float()
-    if form == "block":
+    if form in ("block", "compressed block"):
         scale = block_scales(weight)
         values = (weight / _expand(scale, weight.shape)).to(FP8)
-        stored = {"weight": values, "weight_scale_inv": scale}
+        stored = {"weight": values, f"weight_scale{'_inv' if form == 'block' else ''}": scale}
         return stored, values.float() * _expand(scale, weight.shape)
     if form == "compressed":
         values, scale = fp8.quantize_rows(weight.flatten(0, -2))

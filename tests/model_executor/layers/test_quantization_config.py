@@ -57,6 +57,16 @@ def test_compressed_tensors(weights: str, inputs: dict[str, Any], static: bool) 
     assert config.name == "compressed-tensors"
 
 
+BLOCK = {**FLOAT8, "strategy": "block", "block_structure": [128, 128]}
+BY_GROUP = {**FLOAT8, "strategy": "group", "group_size": 128, "dynamic": True}
+
+
+def test_compressed_blocks() -> None:
+    config = fp8_from_compressed_tensors(compressed(BLOCK, BY_GROUP, ignore=["lm_head"]))
+    assert (config.weights, config.excluded) == ("block", ("lm_head",))
+    assert config.suffixes == {".weight_scale": ".weight_scale_inv"}
+
+
 @pytest.mark.parametrize(("algorithm", "static"), [("FP8", True), (PER_CHANNEL, False)])
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
 def test_modelopt(algorithm: str, static: bool, key: str) -> None:
@@ -106,6 +116,10 @@ def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) ->
             ),
             "must be per token",
         ),
+        (compressed({**BLOCK, "block_structure": [64, 128]}, BY_GROUP), r"\[64, 128\] with"),
+        (compressed(BLOCK, {**BY_GROUP, "group_size": 64}), "by 64"),
+        (compressed(BLOCK, {**BY_GROUP, "dynamic": False}), "static"),
+        (compressed(BLOCK, {**FLOAT8, "strategy": "token", "dynamic": True}), "per block"),
         ({"config_groups": {}}, r"0 group\(s\)"),
     ],
 )

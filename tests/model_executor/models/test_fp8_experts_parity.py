@@ -94,7 +94,7 @@ def stacks(harness: Harness) -> list[Tensor]:
         ("mixtral", "static"),
         ("nemotron_h_moe", "modelopt"),
         ("granite_h", "compressed"),
-        ("qwen3_moe", "tensor"),
+        ("qwen3_moe", "compressed block"),
         ("deepseek_v3", "block"),
         ("deepseek_v3", "compressed"),
         ("kimi_linear", "tensor"),

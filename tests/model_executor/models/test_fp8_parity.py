@@ -53,6 +53,7 @@ ROUNDINGS: dict[Format, Rounding] = {
     "block": _groups,
     "compressed": _rows,
     "modelopt": _static,
+    "compressed block": _groups,
 }
 
 

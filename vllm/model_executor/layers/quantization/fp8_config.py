@@ -159,14 +159,30 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
     strategy, token = weights.get("strategy"), inputs.get("strategy")
     static = not inputs.get("dynamic")
     pairs = {("tensor", "tensor"), ("channel", "tensor"), ("tensor", "token"), ("channel", "token")}
+    pairs.add(("block", "group"))
     if kinds != [("float", 8)] * 2 or (strategy, token) not in pairs:
         raise ValueError(
             f"compressed-tensors weights {kinds[0]} per {strategy} with activations {kinds[1]} per "
             f"{token} are not supported; supported: 8-bit float per tensor or channel, with "
-            "activations per tensor or token"
+            "activations per tensor or token, or per block, with activations per group"
         )
     if not static and token == "tensor":
         raise ValueError("compressed-tensors: dynamic activation scales must be per token")
-    config = Fp8Config(static=static, excluded=stored.get("ignore") or ())
+    excluded = stored.get("ignore") or ()
+    config = Fp8Config(static=static, excluded=excluded)
+    if strategy == "block":
+        _check_blocks(weights.get("block_structure"), inputs.get("group_size"), static)
+        suffixes = {".weight_scale": ".weight_scale_inv"}
+        config = Fp8Config("block", excluded=excluded, suffixes=suffixes)
     config.name = "compressed-tensors"
     return config
+
+
+def _check_blocks(block: object, group: object, static: bool) -> None:
+    """ValueError for other blocks of weights and groups of activations than DeepSeek-V3's."""
+    if block != [GROUP, GROUP] or group != GROUP or static:
+        scales = "static" if static else "dynamic"
+        raise ValueError(
+            f"compressed-tensors blocks of {block} with {scales} activation scales by {group} are "
+            f"not supported; supported: [{GROUP}, {GROUP}], dynamic by {GROUP}"
+        )
