@@ -90,7 +90,7 @@ def test_the_assertion_names_place_and_replacement() -> None:
     [(Clean(), True, 0), (replayed.CountedSteps(), True, 6), (replayed.ChangesDevice(), False, 0)],
 )
 def test_what_became_of_a_capture(module: nn.Module, captured: bool, stale: int) -> None:
-    """It is part of the report as JSON. The capture counts as a step, so that no other is like it."""
+    """It is part of the report as JSON. A capture counts as well, so that no step is like it."""
     (target,) = as_json([check_replays(module, replayed.steps())])["targets"]
     (found,) = target["captures"]
     assert (found["name"], found["captured"]) == (type(module).__name__, captured)
