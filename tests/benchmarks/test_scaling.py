@@ -63,13 +63,13 @@ def test_one_engine_after_the_other(
     flags += ["--output-len", "7", "--num-iters", "2", "--num-iters-warmup", "1", *SMALL]
     flags += ["--decode-device", "H200", "--output-json", str(tmp_path / "r.json")]
     assert main(["bench", "scaling", str(tiny_model("llama")), *flags]) == 0
-    each = [(6, 5, 7)] * 3 + [(1, 5, 7)] * 3
+    each = [(6, 5, 7)] * 3 + [(1, 5, 7)] * 3 + [(6, 5, 1)] * 3
     sizes = [(1, 1, 1), (2, 1, 1), (1, 2, 2)]
     assert log == [entry for size in sizes for entry in (("start", size), *each, ("stop", size))]
     shown = capsys.readouterr()
-    assert "Predicted decode steps, without prefills" in shown.out
+    assert "Predicted decode steps and prefills, without drafts" in shown.out
     assert "for the H200 (4.8 TB/s" in shown.out and "and NVLink4 (450 GB/s" in shown.out
-    assert "pp2dp2: 1 request" in shown.err and "21/21" in shown.err
+    assert "pp2dp2: prefill" in shown.err and "30/30" in shown.err
     result = json.loads((tmp_path / "r.json").read_text())
     assert [one["layout"] for one in result["layouts"]] == ["tp1", "tp2", "pp2dp2"]
     first, second, last = result["layouts"]
@@ -78,6 +78,10 @@ def test_one_engine_after_the_other(
     assert len(second["batch"]["seconds"]) == len(second["request"]["seconds"]) == 2
     # Sums of so small a model cost more than they save.
     assert 0 < second["request"]["predicted_ratio"] < 1
+    assert second["prefill"]["tokens_per_s"] == pytest.approx(
+        6 * 5 / (sum(second["prefill"]["seconds"]) / 2)
+    )
+    assert last["prefill"]["predicted_ratio"] > 1
     assert result["batch_size"] == 6 and result["output_len"] == 7
 
 
@@ -97,14 +101,16 @@ def test_nothing_is_predicted_for_unknown_devices(
 
 
 def test_ratios_are_those_of_medians() -> None:
-    args = ScalingArgs(batch_size=4, output_len=10)
-    measured = [Figures([2.0, 1.0, 9.0], [1.0]), Figures([0.5, 1.0, 1.5], [4.0])]
-    guesses = [Figures([100.0], [10.0]), Figures([300.0], [5.0])]
+    args = ScalingArgs(batch_size=4, output_len=10, input_len=20)
+    measured = [Figures([2.0, 1.0, 9.0], [1.0], [8.0]), Figures([0.5, 1.0, 1.5], [4.0], [2.0])]
+    guesses = [Figures([100.0], [10.0], [30.0]), Figures([300.0], [5.0], [45.0])]
     first, second = compare(args, [Layout(), Layout(tp=2)], measured, guesses)
     assert first.batch.tokens_per_s == 20 and second.batch.tokens_per_s == 40
     assert (second.batch.ratio, second.batch.predicted_ratio) == (2, 3)
     assert (second.request.ratio, second.request.predicted_ratio) == (0.25, 0.5)
     assert first.request.predicted_tokens_per_s == 10
+    assert (first.prefill.tokens_per_s, second.prefill.tokens_per_s) == (10, 40)
+    assert (second.prefill.ratio, second.prefill.predicted_ratio) == (4, 1.5)
 
 
 def test_engines_are_stopped_after_an_error(

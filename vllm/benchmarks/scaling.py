@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.layout_cost import Layout
 
 DESCRIPTION = (
-    "Measure layouts of a model over devices: the throughput of a batch and the speed of one "
-    "request with an offline engine each, beside what vllm explain predicts."
+    "Measure layouts of a model over devices: the throughput of a batch, the speed of one request "
+    "and prefills alone, with an offline engine each, beside what vllm explain predicts."
 )
 _SIZES = (
     "tensor_parallel_size",
@@ -49,7 +49,7 @@ _SIZES = (
 )
 _COLUMNS = (
     "layout", "devices", "batch tok/s", "ratio", "predicted", "1 request tok/s", "ratio",
-    "predicted",
+    "predicted", "prefill tok/s", "ratio", "predicted",
 )  # fmt: skip
 #: measured and predicted, times the first layout's; nothing is predicted for unknown devices
 Ratios = Sequence[tuple[float, float | None]]
@@ -69,10 +69,11 @@ class ScalingArgs:
     output_len: PositiveInt = option(default=128, help="Tokens generated per prompt.")
     batch_size: PositiveInt = option(default=32, help="Requests of the batch, of all replicas.")
     num_iters_warmup: NonNegativeInt = option(
-        default=1, help="Batches, and single requests, before the measured ones."
+        default=1, help="Batches, single requests and prefills before the measured ones."
     )
     num_iters: PositiveInt = option(
-        default=3, help="Measured batches, and measured single requests; the median counts."
+        default=3,
+        help="Measured batches, single requests and prefills of the batch; the median counts.",
     )
     decode_device: str | None = option(
         default=None,
@@ -91,7 +92,8 @@ class ScalingArgs:
 @dataclass(frozen=True)
 class Speed:
     """`seconds` of each measured run, tokens/s of their median, and how many times the first
-    layout's that is; `predicted_...`: the same of decode steps, None where nothing is predicted."""
+    layout's that is; `predicted_...`: the same of decode steps, or of prefills, None where nothing
+    is predicted."""
 
     seconds: list[float]
     tokens_per_s: float
@@ -102,20 +104,23 @@ class Speed:
 
 @dataclass(frozen=True)
 class Run:
-    """One layout: a batch, and one request."""
+    """One layout: a batch, one request, and prompts of a batch of which one token is asked."""
 
     layout: str
     devices: int
     batch: Speed
     request: Speed
+    prefill: Speed
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a batch and of one request: seconds of the measured runs, or predicted tokens/s."""
+    """Of a batch, of one request and of prefills: seconds of the measured runs, or predicted
+    tokens/s."""
 
     batch: list[float]
     request: list[float]
+    prefill: list[float]
 
 
 def add_cli_args(parser: FlexibleArgumentParser) -> None:
@@ -149,12 +154,12 @@ def main(namespace: argparse.Namespace) -> int:
     predictions = None if rates is None else [_prediction(args, one) for one in reports]
     measured = _measure_all(args, namespace, layouts)
     runs = compare(args, layouts, measured, predictions)
-    note = _note(rates, layouts)
+    note = _note(rates, layouts, vllm_config)
     print("\n".join([*table(_COLUMNS, [_row(run) for run in runs]), note]))
     result = {"model": namespace.model, "prediction": note, **asdict(args)}
     save_json(args.output_json, result | {"layouts": [asdict(run) for run in runs]})
     if args.plot is not None:
-        title = f"{namespace.model}: {args.batch_size} requests, and one"
+        title = f"{namespace.model}: {args.batch_size} requests, one, and prefills"
         plot(
             args.plot,
             title,
@@ -165,6 +170,9 @@ def main(namespace: argparse.Namespace) -> int:
                 ],
                 "Tokens/s of one request": [
                     (run.request.ratio, run.request.predicted_ratio) for run in runs
+                ],
+                "Prompt tokens/s": [
+                    (run.prefill.ratio, run.prefill.predicted_ratio) for run in runs
                 ],
             },
         )
@@ -211,7 +219,9 @@ def _report(
     per_replica = -(-args.batch_size // layout.dp)
     context = args.input_len + (1 + args.output_len) // 2
     any_rates = rates or Rates(link=LINKS["NVLink4"])
-    report = explain_layout(vllm_config, layout, Budget(), any_rates, per_replica, context)
+    report = explain_layout(
+        vllm_config, layout, Budget(), any_rates, per_replica, context, prompt=args.input_len
+    )
     if not report.is_possible:
         raise ValueError(f"layout {layout.name}: {report.refused or report.too_large}")
     return report
@@ -219,14 +229,19 @@ def _report(
 
 def _prediction(args: ScalingArgs, report: LayoutReport) -> Figures:
     assert report.asked is not None and report.one is not None, "a possible layout has costs"
-    return Figures([args.batch_size / report.asked.seconds], [1 / report.one.seconds])
+    assert report.prefill is not None
+    return Figures(
+        [args.batch_size / report.asked.seconds],
+        [1 / report.one.seconds],
+        [report.prefill.tokens_per_s],
+    )
 
 
-def _note(rates: Rates | None, layouts: list[Layout]) -> str:
+def _note(rates: Rates | None, layouts: list[Layout], vllm_config: VllmConfig) -> str:
     if rates is None:
         return "Nothing is predicted: no figures of this device are known; give --decode-device."
-    links = [link for layout in layouts if (link := rates.link_for(layout)) is not None]
-    return rates_line(rates.device, links[0] if links else None)
+    links = (rates.link_for(layout, vllm_config) for layout in layouts)
+    return rates_line(rates.device, next((link for link in links if link is not None), None))
 
 
 # ---- measurement ---------------------------------------------------------------------------------
@@ -242,7 +257,7 @@ def _measure_all(
     args: ScalingArgs, namespace: argparse.Namespace, layouts: list[Layout]
 ) -> list[Figures]:
     """Of one engine after the other."""
-    each = 1 + 2 * (args.num_iters_warmup + args.num_iters)
+    each = 1 + 3 * (args.num_iters_warmup + args.num_iters)
     found = []
     with tqdm(total=len(layouts) * each, unit="run", dynamic_ncols=True) as bar:
         for layout in layouts:
@@ -261,12 +276,16 @@ def _measure(
 ) -> Figures:
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=1.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False
-    )
     seconds = []
-    for what, size in (("batch", args.batch_size), ("1 request", 1)):
+    for what, size, length in (
+        ("batch", args.batch_size, args.output_len),
+        ("1 request", 1, args.output_len),
+        ("prefill", args.batch_size, 1),
+    ):
         bar.set_description(f"{name}: {what}")
+        params = SamplingParams(
+            temperature=1.0, ignore_eos=True, max_tokens=length, detokenize=False
+        )
         prompts = random_prompts(llm, size, args.input_len, namespace.seed)
         runs = []
         for _ in range(args.num_iters_warmup + args.num_iters):
@@ -288,7 +307,7 @@ def compare(
     predicted: list[Figures] | None,
 ) -> list[Run]:
     """Each layout beside the first."""
-    guesses = predicted or [Figures([], []) for _ in layouts]
+    guesses = predicted or [Figures([], [], []) for _ in layouts]
     batches = _speeds(
         args.batch_size * args.output_len,
         [one.batch for one in measured],
@@ -297,9 +316,14 @@ def compare(
     requests = _speeds(
         args.output_len, [one.request for one in measured], [one.request for one in guesses]
     )
+    prefills = _speeds(
+        args.batch_size * args.input_len,
+        [one.prefill for one in measured],
+        [one.prefill for one in guesses],
+    )
     return [
-        Run(layout.name, layout.devices, batch, request)
-        for layout, batch, request in zip(layouts, batches, requests, strict=True)
+        Run(layout.name, layout.devices, *speeds)
+        for layout, *speeds in zip(layouts, batches, requests, prefills, strict=True)
     ]
 
 
@@ -319,7 +343,7 @@ def _speeds(tokens: int, seconds: list[list[float]], predicted: list[list[float]
 
 def _row(run: Run) -> list[str]:
     cells = [run.layout, str(run.devices)]
-    for speed in (run.batch, run.request):
+    for speed in (run.batch, run.request, run.prefill):
         guess = speed.predicted_ratio
         cells += [f"{speed.tokens_per_s:,.1f}", f"{speed.ratio:.2f}x"]
         cells.append("" if guess is None else f"{guess:.2f}x")

@@ -82,6 +82,7 @@ class _Part:
     labels: list[str] = field(default_factory=list)
     weight_bytes: int = 0
     flops: int = 0
+    head_flops: int = 0
     launches: int = 0
     states: list[StateWork] = field(default_factory=list)
     experts: list[ExpertsWork] = field(default_factory=list)
@@ -98,6 +99,7 @@ class _Part:
             if isinstance(module, ParallelLMHead) or multiplies_embedding:
                 self.weight_bytes += sum(sizes)
                 self.flops += 2 * module.weight.numel()
+                self.head_flops += 2 * module.weight.numel()
         elif not isinstance(module, Experts):
             self.weight_bytes += sum(sizes)
         if isinstance(module, LinearBase):
@@ -162,6 +164,7 @@ class _Part:
             self.launches,
             tuple(self.states),
             tuple(self.experts),
+            self.head_flops,
         )
 
 

@@ -29,7 +29,7 @@ from vllm.v1.core.link_speed import LINKS
 
 MIB = 1 << 20
 HYBRID = Path(__file__).parents[3] / "benchmarks" / "qwen3_5_4b"
-MIXTURE = HYBRID.with_name("qwen3_5_35b_a3b")
+DENSE, MIXTURE = (HYBRID.with_name(name) for name in ("qwen3_5_27b", "qwen3_5_35b_a3b"))
 H200 = Budget(device_bytes=141 * 10**9, reserved_bytes=2 * 10**9)
 
 
@@ -225,6 +225,37 @@ def test_layouts_of_four_h200() -> None:
     assert report.candidates[fast].layout.name == "tp4"
     assert found["pp4"].one is not None and found["dp4"].one is not None
     assert found["pp4"].one.seconds > found["dp4"].one.seconds
+
+
+def test_prefills_of_a_dense_27b() -> None:
+    """Ranks share a prompt's work but wait for their sums; replicas and stages share prompts."""
+    found = {
+        one.layout.name: one.prefill
+        for one in compared(DENSE, 4, H200, 8000, max_num_batched_tokens=8192).candidates
+    }
+    config = config_of(DENSE, max_num_batched_tokens=8192)
+    alone = explain_layout(config, Layout(), H200, Rates(), 8, 8000).prefill
+    assert alone is not None and alone.exchange_seconds == 0
+    # Two FLOPs for nearly each of 27e9 parameters, and attention; the device makes 989e12.
+    assert 2 * 25e9 < 989e12 / alone.tokens_per_s < 2 * 30e9
+    ratio = {name: one.tokens_per_s / alone.tokens_per_s for name, one in found.items() if one}
+    assert ratio["dp4"] == pytest.approx(4)
+    assert 2 < ratio["tp4"] < ratio["tp2dp2"] < ratio["pp2dp2"] < 4
+    assert found["tp4"] is not None and found["tp4"].exchange_seconds > 0
+    short = explain_layout(config, Layout(), H200, Rates(), 8, 8000, prompt=100).prefill
+    assert short is not None and short.tokens_per_s > alone.tokens_per_s
+
+
+def test_sums_of_nccl_take_longer() -> None:
+    """Without peer memory, or with it for the small sums of a decode step."""
+    asked = (Layout(tp=2), H200, Rates(), 8, 8000)
+    peers, nccl = (
+        explain_layout(config_of(HYBRID, disable_custom_all_reduce=off), *asked)
+        for off in (False, True)
+    )
+    assert peers.one and nccl.one and peers.prefill and nccl.prefill
+    assert peers.one.exchange_seconds < 0.6 * nccl.one.exchange_seconds
+    assert peers.prefill.exchange_seconds == nccl.prefill.exchange_seconds
 
 
 def test_a_model_that_fits_only_divided() -> None:

@@ -3,10 +3,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from vllm.distributed.collective import Collective
-from vllm.v1.core.decode_cost import DEVICES, DeviceSpeed, PartWork, speed_of_device
+from vllm.v1.core.decode_cost import (
+    DEVICES,
+    DeviceSpeed,
+    ExpertsWork,
+    PartWork,
+    StateWork,
+    speed_of_device,
+)
 from vllm.v1.core.layout_cost import (
     Layout,
     StageWork,
@@ -15,6 +25,7 @@ from vllm.v1.core.layout_cost import (
     traffic_of,
 )
 from vllm.v1.core.link_speed import LINK_OF_DEVICE, LINKS, LinkSpeed, link_of, link_speed
+from vllm.v1.core.prefill_cost import predict_prefill
 
 #: 1 byte of memory takes a microsecond, and nothing else takes time
 SLOW = DeviceSpeed("slow", 1e6, 1e30, 0.0)
@@ -97,6 +108,68 @@ def test_with_many_the_slowest_stage_sets_the_pace() -> None:
     assert cost.tokens_per_s == pytest.approx(10 / 6000e-6)
     assert traffic_of(first, Layout(pp=2), 5).streams == 10
     assert traffic_of(last, Layout(pp=2), 5).streams == 40
+
+
+def test_small_sums_go_through_peer_memory() -> None:
+    """As long as the table says, in which messages are those of two ranks; larger ones are NCCL's,
+    as are other exchanges and all of them over other links."""
+    link, us = LINKS["NVLink4"], 1e-6
+
+    def seconds(size: float, ranks: int, kind: str = "all-reduce", **more: Any) -> float:
+        one = Collective(kind, "layers", size, **more)
+        return link.collective_seconds(one, ranks, 1)
+
+    for size, took in ((100, 2.6), (8192, 2.6), (98_304, 3.25), (524_288, 5.6)):
+        assert seconds(size, 2) == pytest.approx(took * us)
+    # One shot to three others, and two of three quarters of the message.
+    assert seconds(16_384, 4) == pytest.approx(2.8 * us)
+    assert seconds(524_288, 4) == pytest.approx(2 * (4.1 + 0.5 * 1.5) * us)
+    nccl = replace(link, peer_sums=False)
+    for size, ranks in ((524_289, 2), (8192, 9)):
+        one = Collective("all-reduce", "layers", size)
+        assert link.collective_seconds(one, ranks, 1) == nccl.collective_seconds(one, ranks, 1)
+        assert seconds(size, ranks) > 7 * us
+    assert seconds(8192, 2, "all-gather") > 7 * us < seconds(8192, 2, among="replicas")
+    assert not LINKS["NVLink3"].peer_sums and not link_speed("450e9,7").peer_sums
+
+
+# ---- prefills ------------------------------------------------------------------------------------
+
+#: a FLOP takes a microsecond, and nothing else takes time
+THINKER = DeviceSpeed("thinker", 1e30, 1e6, 0.0)
+
+
+def test_prefills_multiply_for_every_token_and_make_logits_of_the_last() -> None:
+    """A step of 8 tokens, two prompts of 4. A token attends to 2.5 on average, or to 1.75."""
+    window = StateWork(flops_per_token=4.0, window=2)
+    states = (StateWork(flops_per_token=2.0), window, StateWork(fixed_flops=7.0))
+    work = StageWork([PartWork("x", flops=110, states=states, head_flops=100)], [])
+    cost = predict_prefill([work], Layout(dp=3), THINKER, None, 8, 4)
+    computing = 8 * (10 + 2 * 2.5 + 4 * 1.75 + 7) + 2 * 100
+    assert cost.seconds == pytest.approx(computing * 1e-6) and cost.exchange_seconds == 0
+    assert cost.tokens_per_s == pytest.approx(3 * 8 / (computing * 1e-6))
+
+
+def test_prefills_read_once_per_step_and_prompt() -> None:
+    """Of four steps of a prompt each reads the weights, a chosen expert, and the state."""
+    states = (StateWork(fixed_bytes=20.0), StateWork(bytes_per_token=2.0))
+    experts = (ExpertsWork(1, 1.0, 5.0),)
+    part = PartWork("x", weight_bytes=50, states=states, experts=experts)
+    cost = predict_prefill([StageWork([part], [])], Layout(), SLOW, None, 8, 31)
+    assert cost.seconds == pytest.approx((50 + 5 + 20 + 2 * 16) * 1e-6)
+
+
+def test_the_slowest_stage_sets_the_pace_of_prefills() -> None:
+    """It adds up 8 tokens of 4 bytes, and gathers logits of the two that end prompts."""
+    first = StageWork([PartWork("x", weight_bytes=100)], [], stream_bytes=2)
+    last = StageWork([PartWork("x", weight_bytes=300)], [REDUCE, GATHER], sample_bytes=8)
+    cost = predict_prefill([first, last], Layout(tp=2, pp=2), SLOW, WIRE, 8, 4)
+    exchanges = (100 + 2 + 10 * (8 * 4)) + (100 + 1 + 10 * (2 * 3))
+    assert cost.exchange_seconds == pytest.approx(exchanges * 1e-6)
+    assert cost.seconds == pytest.approx((300 + exchanges) * 1e-6)
+    for tokens, length in ((0, 4), (8, 0)):
+        with pytest.raises(ValueError, match="prefills need tokens"):
+            predict_prefill([first], Layout(), SLOW, WIRE, tokens, length)
 
 
 # ---- rates ---------------------------------------------------------------------------------------

@@ -8,14 +8,16 @@ from vllm.v1.core.decode_cost import DeviceSpeed
 from vllm.v1.core.explain_layout import LayoutComparison, LayoutReport, OwnLayout, StageReport
 from vllm.v1.core.layout_cost import Layout, StepCost
 from vllm.v1.core.link_speed import LinkSpeed
+from vllm.v1.core.prefill_cost import PrefillCost
 
+_PEERS = "sums of up to 512 kB through peer memory, as measured between two H200"
 _STAGE_COLUMNS = (
     "one rank of", "layers", "weights", "state memory", "uncommitted", "reserved",
     "requests", "all-reduces", "experts", "all-gathers", "streams", "exchanges", "ms", "exchanging",
 )  # fmt: skip
 _CANDIDATE_COLUMNS = (
     "layout", "tp", "pp", "dp", "fits", "memory per rank", "of it weights", "sent per step",
-    "tok/s of 1", "full batch", "tok/s of it",
+    "tok/s of 1", "full batch", "tok/s of it", "prefill tok/s",
 )  # fmt: skip
 
 
@@ -37,15 +39,17 @@ def render_comparison(report: LayoutComparison) -> str:
 def rates_line(device: DeviceSpeed, link: LinkSpeed | None) -> str:
     """What is predicted, with which rates, and where they come from."""
     text = (
-        f"Predicted decode steps, without prefills, drafts, sampling and the host's work, for the "
-        f"{device.name} ({device.bytes_per_s / 1e12:.4g} TB/s, {device.flops_per_s / 1e12:,.4g} "
-        f"TFLOP/s, {device.launch_s * 1e6:g} us per kernel)"
+        "Predicted decode steps and prefills, without drafts, sampling and the host's work, for "
+        f"the {device.name} ({device.bytes_per_s / 1e12:.4g} TB/s, "
+        f"{device.flops_per_s / 1e12:,.4g} TFLOP/s, {device.launch_s * 1e6:g} us per kernel)"
     )
     if link is None:
         return text + "."
     return text + (
         f" and {link.name} ({link.bytes_per_s / 1e9:,.4g} GB/s each way, {link.base_s * 1e6:g} us "
-        f"per exchange and {link.hop_s * 1e6:g} us per hop: {link.source})."
+        f"per exchange and {link.hop_s * 1e6:g} us per hop: {link.source}"
+        + (f"; {_PEERS}" if link.peer_sums else "")
+        + ")."
     )
 
 
@@ -63,6 +67,8 @@ def _own(report: LayoutReport) -> Iterator[str]:
     for cost in (report.one, report.asked, report.full):
         if cost is not None:
             yield _step(cost, layout, is_full=cost is report.full)
+    if report.prefill is not None:
+        yield _prefill(report.prefill, layout)
 
 
 def _in_words(layout: Layout) -> str:
@@ -102,6 +108,16 @@ def _step(cost: StepCost, layout: Layout, is_full: bool) -> str:
     share = cost.exchange_seconds / cost.seconds
     return (
         f"{whom}: a token each every {cost.seconds * 1e3:.3f} ms ({share:.0%} for exchanges), "
+        f"{cost.tokens_per_s:,.0f} tokens/s in all"
+    )
+
+
+def _prefill(cost: PrefillCost, layout: Layout) -> str:
+    share = cost.exchange_seconds / cost.seconds
+    return (
+        f"Prefills in steps of {cost.step_tokens:,} tokens, of prompts of {cost.length:,}"
+        + (", per replica" if layout.dp > 1 else "")
+        + f": {cost.seconds * 1e3:.3f} ms a step ({share:.0%} for exchanges), "
         f"{cost.tokens_per_s:,.0f} tokens/s in all"
     )
 
@@ -148,10 +164,11 @@ def _candidate_row(one: LayoutReport) -> list[str]:
     row = [layout.name, str(layout.tp), str(layout.pp), str(layout.dp)]
     row += ["no" if one.too_large else "yes", amount(fullest.rank_bytes)]
     row += [amount(fullest.weight_bytes), amount(max(s.traffic.total for s in one.stages))]
-    if one.one is None or one.full is None:
-        return [*row, "", "", ""]
+    if one.one is None or one.full is None or one.prefill is None:
+        return [*row, "", "", "", ""]
     speeds = [f"{1 / one.one.seconds:,.0f}", f"{one.full.batch * layout.dp:,}"]
-    return [*row, *speeds, f"{one.full.tokens_per_s:,.0f}"]
+    speeds += [f"{one.full.tokens_per_s:,.0f}", f"{one.prefill.tokens_per_s:,.0f}"]
+    return [*row, *speeds]
 
 
 def _flags(layout: Layout) -> str:

@@ -116,7 +116,7 @@ class PartWork:
     """One part of the model: a mixer, what else a decoder layer has, or what is outside of layers.
 
     `weight_bytes`: read in every step; `flops`: of the matmuls with weights, per token;
-    `launches`: kernels.
+    `launches`: kernels; `head_flops`: those of `flops` that only sampled tokens need.
     """
 
     kind: str
@@ -125,6 +125,7 @@ class PartWork:
     launches: int = 0
     states: tuple[StateWork, ...] = ()
     experts: tuple[ExpertsWork, ...] = ()
+    head_flops: int = 0
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from vllm.v1.core.layout_cost import (
 )
 from vllm.v1.core.layout_plan import Budget, Memory, PlannedStage, plan_layout
 from vllm.v1.core.link_speed import LinkSpeed, link_of
+from vllm.v1.core.prefill_cost import PrefillCost, predict_prefill
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class Rates:
     device: DeviceSpeed = DEVICES["H200"]
     link: LinkSpeed | None = None
 
-    def link_for(self, layout: Layout) -> LinkSpeed | None:
+    def link_for(self, layout: Layout, vllm_config: VllmConfig) -> LinkSpeed | None:
         """None for ranks that exchange nothing; ValueError if it is not known."""
         if not layout.exchanges:
             return None
-        return self.link or link_of(self.device.name)
+        link = self.link or link_of(self.device.name)
+        parallel = vllm_config.parallel_config
+        if parallel.disable_custom_all_reduce or parallel.nnodes > 1:
+            link = replace(link, peer_sums=False)
+        return link
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class LayoutReport:
     """A layout with `context` tokens per request. `refused`: why the model, or an engine's
     configuration, cannot take it; `too_large`: why it does not fit its devices. Without either:
     `one` request, the `asked` batch per replica, and as many as run at once per replica, `full`;
-    `sequences` fit in the state memory."""
+    `sequences` fit in the state memory; `prefill` of full steps."""
 
     layout: Layout
     context: int
@@ -82,6 +87,7 @@ class LayoutReport:
     one: StepCost | None = None
     asked: StepCost | None = None
     full: StepCost | None = None
+    prefill: PrefillCost | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -128,7 +134,7 @@ def explain_own_layout(
     report = explain_layout(vllm_config, layout, budget, rates, batch, context)
     if report.refused:
         raise ValueError(f"{layout.name}: {report.refused}")
-    return OwnLayout(rates.device, rates.link_for(layout), report)
+    return OwnLayout(rates.device, rates.link_for(layout, vllm_config), report)
 
 
 def compare_layouts(
@@ -156,7 +162,7 @@ def compare_layouts(
             "--pipeline-parallel-size and --data-parallel-size"
         )
     candidates = list(layouts_of(devices, _expert_parallel(vllm_config)))
-    links = [link for one in candidates if (link := rates.link_for(one)) is not None]
+    links = [rates.link_for(one, vllm_config) for one in candidates]
     bar = tqdm(candidates, desc="Layouts", unit="layout", dynamic_ncols=True, leave=False)
     found = [explain_layout(vllm_config, one, budget, rates, batch, context) for one in bar]
     latency = {i: one.one.seconds for i, one in enumerate(found) if one.one}
@@ -167,7 +173,7 @@ def compare_layouts(
         dtype=dtype_name(model.dtype),
         devices=devices,
         device=rates.device,
-        link=links[0] if links else None,
+        link=next((link for link in links if link is not None), None),
         batch=batch,
         context=context,
         candidates=tuple(found),
@@ -204,9 +210,11 @@ def explain_layout(
     rates: Rates,
     batch: int,
     context: int,
+    prompt: int | None = None,
 ) -> LayoutReport:
-    """Everything about one layout. ValueError for rates that are not known."""
-    link = rates.link_for(layout)
+    """Everything about one layout; `prompt`: tokens of prompts, `context` by default. ValueError
+    for rates that are not known."""
+    link = rates.link_for(layout, vllm_config)
     report = LayoutReport(layout, context)
     try:
         plan = plan_layout(vllm_config, layout, budget)
@@ -234,7 +242,9 @@ def explain_layout(
         predict_layout(works, layout, rates.device, link, size, context)
         for size in (1, batch, most)
     )
-    return replace(report, one=one, asked=asked, full=full)
+    step_tokens = plan.config.scheduler_config.max_num_batched_tokens
+    prefill = predict_prefill(works, layout, rates.device, link, step_tokens, prompt or context)
+    return replace(report, one=one, asked=asked, full=full, prefill=prefill)
 
 
 def _stage_report(
