@@ -20,13 +20,16 @@ PARITY := parity and not gpu and not nightly and not e2e and not extraction
 E2E := e2e and not gpu and not nightly
 EXTRACTION := extraction and not gpu and not nightly and not e2e
 NIGHTLY := nightly and not gpu
+# What test-layouts runs its tests with, and the modules that choose layouts themselves.
+LAYOUTS ?= tp2 tp4 pp2 dp2 tp2pp2
+ABOUT_LAYOUTS := ranks ranks_of_drafters staged_engines shared_experts rearranged_experts
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
 # The suite starts a hundred processes, which would all compile the package and the tests again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-e2e test-extraction test-nightly test-gpu \
+.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-layouts test-e2e test-extraction test-nightly test-gpu \
 	wheel docs clean
 
 help: ## list the targets
@@ -85,6 +88,12 @@ test-unit: build ## unit tests, kernels on CPU and in the Triton interpreter
 
 test-parity: build ## token-exact against transformers
 	$(PARALLEL) tests/parity tests/model_executor/models -m "$(PARITY)"
+
+test-layouts: build ## parity and state memory with ranks, stages and replicas of LAYOUTS, one after another
+	for layout in $(LAYOUTS); do \
+		echo "==> $$layout"; \
+		VLLM_TEST_LAYOUT=$$layout $(PARALLEL) tests/parity -m "$(PARITY)" $(ABOUT_LAYOUTS:%=--ignore=tests/parity/test_%.py) || exit 1; \
+	done
 
 test-e2e: build clients ## real server, real clients; every use of state memory is checked
 	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"

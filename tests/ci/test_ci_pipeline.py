@@ -45,7 +45,8 @@ def test_the_cpu_steps_are_what_make_test_runs(pipeline: ModuleType) -> None:
     steps = [s for s in pipeline.load_steps() if s.device is None]
     cpu = [c.split()[1] for s in steps if not s.nightly for c in s.commands]
     assert cpu == wanted
-    assert [s.commands for s in steps if s.nightly] == [["make test-nightly"]]
+    nightly = [s.commands for s in steps if s.nightly]
+    assert nightly == [["make test-nightly"], ["make test-layouts"]]
 
 
 def test_dependencies_exist(pipeline: ModuleType) -> None:

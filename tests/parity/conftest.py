@@ -29,22 +29,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _forked_workers(request: pytest.FixtureRequest) -> None:
     """Workers see what a test has patched, and start at once."""
-    from parity_checks import TP_SIZE
+    from parity_checks import LAYOUT
 
-    if TP_SIZE > 1:
+    if LAYOUT.devices > 1:
         request.getfixturevalue("forking")
 
 
 @pytest.fixture
 def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
-    """`make_engine(family, dtype=..., **llm_kwargs)`; engines are shut down at the end."""
+    """`make_engine(family, dtype=..., **llm_kwargs)`; engines are shut down at the end.
+
+    With VLLM_TEST_LAYOUT they have its workers, unless the arguments say how many there are."""
     import torch
-    from parity_checks import TP_SIZE
+    from parity_checks import LAYOUT_SETTINGS, MULTIPROCESSING
     from tiny_models import tiny_model
 
     from vllm import LLM
 
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", MULTIPROCESSING)
+    # Functions of tests go to the workers, also through the processes of replicas.
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", MULTIPROCESSING)
     engines: list[LLM] = []
 
     def make(family: str, dtype: torch.dtype | None = None, **kwargs: Any) -> LLM:
@@ -56,8 +60,9 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
             "max_num_seqs": 16,
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 64 * 2**20,
-            "tensor_parallel_size": TP_SIZE,
         }
+        if not LAYOUT_SETTINGS.keys() & kwargs.keys():
+            settings.update(LAYOUT_SETTINGS)
         settings.update(kwargs)
         engines.append(LLM(**settings))
         return engines[-1]

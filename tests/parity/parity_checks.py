@@ -23,13 +23,30 @@ from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
+from vllm.v1.core.layout_cost import Layout
 
 MakeEngine = Callable[..., LLM]
 
-#: `VLLM_TEST_TP=2 pytest tests/parity` runs every engine of these tests as two workers
-TP_SIZE = int(os.environ.get("VLLM_TEST_TP", "1"))
+#: `VLLM_TEST_LAYOUT=tp2pp2 pytest tests/parity` runs every engine like that whose test does not say
+#: itself how many devices it has
+LAYOUT = Layout.parse(os.environ.get("VLLM_TEST_LAYOUT", "tp1"))
+assert not LAYOUT.ep, "VLLM_TEST_LAYOUT: few of these models have experts; see test_shared_experts"
+#: the arguments of an engine for it
+LAYOUT_SETTINGS = {name: size for name, size in LAYOUT.flags.items() if size is not False}
+LAYOUT_FLAGS = ["-tp", str(LAYOUT.tp), "-pp", str(LAYOUT.pp), "-dp", str(LAYOUT.dp)]
+#: value of VLLM_ENABLE_V1_MULTIPROCESSING: several replicas are processes
+MULTIPROCESSING = "1" if LAYOUT.dp > 1 else "0"
 in_this_process = pytest.mark.skipif(
-    TP_SIZE > 1, reason="looks into the worker, which VLLM_TEST_TP puts into other processes"
+    LAYOUT.devices > 1, reason="looks into the worker, which VLLM_TEST_LAYOUT puts elsewhere"
+)
+core_in_this_process = pytest.mark.skipif(
+    LAYOUT.dp > 1, reason="looks into the engine core, of which VLLM_TEST_LAYOUT has several"
+)
+one_replica = pytest.mark.skipif(
+    LAYOUT.dp > 1, reason="counts on one memory and one cache; replicas have one each"
+)
+one_stage = pytest.mark.skipif(
+    LAYOUT.pp > 1, reason="stages refuse it: tests/parity/test_staged_engines.py"
 )
 
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
@@ -40,6 +57,11 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[li
     """Random byte tokens, one prompt per length."""
     rng = random.Random(seed)
     return [[rng.randrange(256) for _ in range(length)] for length in lengths]
+
+
+def of_workers(answer: Any) -> list[Any]:
+    """What `collective_rpc` gives where all workers answer the same."""
+    return [answer] * LAYOUT.devices
 
 
 def generate(
@@ -100,14 +122,16 @@ def assert_extracted(make_engine: MakeEngine, family: str, storage: Path) -> Non
         assert float(difference) < 5e-5 * float(expected.std())
 
 
-def assert_ranks_extract_alike(make: Callable[..., LLM], folder: Path, bound: float) -> None:
-    """Two ranks write each row once and whole, and as one rank computes it: up to `bound` of the
-    rows' spread. `make(tensor_parallel_size=..., **settings)` gives an engine of the family
+def assert_ranks_extract_alike(
+    make: Callable[..., LLM], folder: Path, bound: float, layout: str = "tp2"
+) -> None:
+    """The workers of a `layout` (`Layout.parse`) write each row once and whole, and as one rank
+    computes it: up to `bound` of the rows' spread. `make(**settings)` gives an engine of the family
     qwen3_5."""
 
-    def extract(ranks: int) -> list[dict[str, torch.Tensor]]:
-        storage = folder / str(ranks)
-        llm = make(tensor_parallel_size=ranks, **extraction(storage, [0, 2, 4]))
+    def extract(layout: str) -> list[dict[str, torch.Tensor]]:
+        storage = folder / layout
+        llm = make(**Layout.parse(layout).flags, **extraction(storage, [0, 2, 4]))
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         batch = [TokensPrompt(prompt_token_ids=ids) for ids in prompts((5, 90, 33))]
         found = []
@@ -117,7 +141,7 @@ def assert_ranks_extract_alike(make: Callable[..., LLM], folder: Path, bound: fl
         assert len(list(storage.glob("*.safetensors"))) == len(batch)
         return found
 
-    for whole, shared in zip(extract(1), extract(2), strict=True):
+    for whole, shared in zip(extract("tp1"), extract(layout), strict=True):
         assert torch.equal(whole["token_ids"], shared["token_ids"])
         assert whole["hidden_states"].shape == (len(whole["token_ids"]), 3, 64)
         scale = float(whole["hidden_states"].std())

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save, stochastic
-from parity_checks import MakeEngine, generate, in_this_process, prompts
+from parity_checks import (
+    MakeEngine,
+    core_in_this_process,
+    generate,
+    in_this_process,
+    one_stage,
+    prompts,
+)
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 
 from tests.extraction_options import extraction
@@ -59,7 +66,8 @@ def assert_equals(output: RequestOutput, reference: Reference) -> None:
         assert abs(entry[token].logprob - float(expected[i, token])) < 1e-4
 
 
-@in_this_process
+@one_stage
+@core_in_this_process
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_are_those_of_the_equations_with_and_without_drafts(
     layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine

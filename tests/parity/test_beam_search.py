@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import TP_SIZE
+from parity_checks import LAYOUT_SETTINGS, MULTIPROCESSING
 from tiny_models import (
     EOS_TOKEN_ID,
     PAD_TOKEN_ID,
@@ -44,7 +44,7 @@ class Pair:
 @pytest.fixture(scope="module", params=["llama", "qwen3_5"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", MULTIPROCESSING)
         path = tiny_model(request.param)
         said = [hf_reference_generate(path, prompt, 8)[-1] for prompt in PROMPTS[:2]]
         ends = [EOS_TOKEN_ID, *said]
@@ -54,7 +54,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
             max_model_len=128,
             kv_cache_memory_bytes=32 << 20,
             override_generation_config={"eos_token_id": ends},
-            tensor_parallel_size=TP_SIZE,
+            **LAYOUT_SETTINGS,
         )
         yield Pair(llm, hf_model(path), ends)
         llm.shutdown()

@@ -18,7 +18,14 @@ from mixer_decoders import (
     expect_own_drafts_accepted,
     make_checkpoint,
 )
-from parity_checks import MakeEngine, assert_equals, generate, in_this_process, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals,
+    core_in_this_process,
+    generate,
+    one_stage,
+    prompts,
+)
 from tiny_models import hf_model, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -40,7 +47,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
 RATIOS = (0, 4, 128, 4)
 THEIRS = DeepseekV4Config(

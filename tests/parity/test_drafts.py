@@ -22,7 +22,7 @@ from draft_scenarios import (
     preemptions,
     with_drafts,
 )
-from parity_checks import MakeEngine, in_this_process, prompts
+from parity_checks import MakeEngine, core_in_this_process, one_stage, prompts
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
@@ -31,7 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.kernels.step import AcceptProblem, accept
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
 WIDTHS = (2, 4, 8)
 

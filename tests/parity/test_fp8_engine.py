@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import TP_SIZE, MakeEngine
+from parity_checks import LAYOUT, MakeEngine
 from quantized_models import FORMATS, Format, quantise_checkpoint
 from tiny_models import tiny_model
 
@@ -30,7 +30,7 @@ def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 @pytest.mark.parametrize("form", FORMATS)
 def test_checkpoints(make_engine: MakeEngine, form: Format, tmp_path: Path) -> None:
     checkpoint = quantise_checkpoint(tiny_model("qwen3_5"), tmp_path, form, GATES)
-    if form == "block" and TP_SIZE > 1:
+    if form == "block" and LAYOUT.tp > 1:
         with pytest.raises(ValueError, match="cuts the 128-wide scale blocks"):
             make_engine("qwen3_5", model=str(checkpoint.path))
         return

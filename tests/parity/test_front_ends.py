@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import TP_SIZE
+from parity_checks import LAYOUT_FLAGS, LAYOUT_SETTINGS, MULTIPROCESSING
 from tiny_models import hf_model
 
 from tests.e2e.remote_server import RemoteServer
@@ -94,16 +94,16 @@ class Sides:
 def sides() -> Iterator[Sides]:
     memory = 64 * 2**20  # server and `LLM` share the device
     flags = ["--dtype", "float32", "--max-model-len", "256", "--enforce-eager"]
-    flags += ["--kv-cache-memory-bytes", str(memory), "-tp", str(TP_SIZE)]
+    flags += ["--kv-cache-memory-bytes", str(memory), *LAYOUT_FLAGS]
     with pytest.MonkeyPatch.context() as patch, RemoteServer(MODEL, *flags) as server:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", MULTIPROCESSING)
         llm = LLM(
             str(MODEL),
             dtype="float32",
             max_model_len=256,
             enforce_eager=True,
             kv_cache_memory_bytes=memory,
-            tensor_parallel_size=TP_SIZE,
+            **LAYOUT_SETTINGS,
         )
         yield Sides(llm, server, llm.get_tokenizer())
         llm.shutdown()

@@ -5,12 +5,31 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
+from parity_checks import (
+    LAYOUT,
+    MakeEngine,
+    assert_equals_reference,
+    generate,
+    one_replica,
+    prompts,
+)
 from tiny_models import hf_reference_logits, tiny_model
 
 pytestmark = pytest.mark.parity
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_wrapper")
+
+
+def test_engines_have_the_workers_of_the_layout(make_engine: MakeEngine) -> None:
+    """Those of VLLM_TEST_LAYOUT, unless a test says how many there are."""
+    llm = make_engine("llama")
+    sizes = llm.llm_engine.vllm_config.parallel_config
+    assert (sizes.tensor_parallel_size, sizes.pipeline_parallel_size) == (LAYOUT.tp, LAYOUT.pp)
+    assert llm.collective_rpc(lambda worker: worker.rank) == LAYOUT.dp * [
+        *range(LAYOUT.tp * LAYOUT.pp)
+    ]
+    one = make_engine("llama", tensor_parallel_size=1)
+    assert one.collective_rpc(lambda worker: worker.rank) == [0]
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [17, 64, 8192])
@@ -30,6 +49,7 @@ def test_alone(family: str, make_engine: MakeEngine) -> None:
         assert_equals_reference(generate(llm, [prompt])[0], tiny_model(family))
 
 
+@one_replica
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_preempted(family: str, async_scheduling: bool, make_engine: MakeEngine) -> None:
@@ -47,6 +67,7 @@ def test_preempted(family: str, async_scheduling: bool, make_engine: MakeEngine)
     assert preemptions.value > 0, "the arena was large enough; the test shows nothing"
 
 
+@one_replica
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefix_cached(family: str, make_engine: MakeEngine) -> None:
     llm = make_engine(family, max_num_batched_tokens=64, enable_prefix_caching=True)

@@ -18,7 +18,7 @@ from mixer_decoders import (
     expect_own_drafts_accepted,
     make_checkpoint,
 )
-from parity_checks import MakeEngine, in_this_process
+from parity_checks import MakeEngine, core_in_this_process, one_stage
 from tiny_models import hf_model, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
 HEADS, DIM, TAPS, EPS = 4, 16, 4, 1e-5
 #: the other layers of the four are attention

@@ -10,18 +10,26 @@ from typing import Any
 import pytest
 import torch
 from draft_scenarios import Run, compare, engine
-from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    generate,
+    in_this_process,
+    one_stage,
+    prompts,
+)
 from tiny_models import tiny_model
 
 from vllm.kernels.latent_attention import LatentAttentionProblem
 from vllm.kernels.moe import RoutingProblem
 from vllm.platforms import current_platform
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = pytest.mark.parity
 
 FAMILY = "kimi_linear"
 
 
+@one_stage
 def test_drafts_change_nothing(make_engine: MakeEngine) -> None:
     """Four tokens of a request at a time, of which some are accepted, beside prompts in chunks."""
     settings: dict[str, Any] = {"family": FAMILY, "enable_prefix_caching": True}
@@ -63,6 +71,7 @@ def _no_scale(problem: RoutingProblem) -> RoutingProblem:
     return replace(problem, rule=replace(problem.rule, scale=1.0))
 
 
+@in_this_process
 @pytest.mark.parametrize(
     ("op", "change"),
     [

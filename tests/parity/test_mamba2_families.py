@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    core_in_this_process,
+    generate,
+    prompts,
+)
 from tiny_models import hf_residual_streams, tiny_model
 
 from tests.extraction_options import extraction
@@ -16,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, core_in_this_process]
 
 FAMILIES = (
     *("nemotron_h", "nemotron_h_moe", "granite_h", "granite_h_dense", "falcon_h1", "bamba"),

@@ -6,7 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parity_checks import MakeEngine, assert_equals_reference, assert_extracted, generate, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    assert_extracted,
+    generate,
+    one_replica,
+    prompts,
+)
 from tiny_models import tiny_model
 
 from vllm import RequestOutput
@@ -35,6 +42,7 @@ def test_batched_together(family: str, make_engine: MakeEngine) -> None:
     check(generate(llm, prompts(LENGTHS), NUM_TOKENS), family)
 
 
+@one_replica
 def test_preempted(family: str, make_engine: MakeEngine) -> None:
     llm = make_engine(
         family,

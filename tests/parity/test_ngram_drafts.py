@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 from draft_scenarios import SCENARIOS, Run, engine, with_drafts
-from parity_checks import MakeEngine, in_this_process
+from parity_checks import MakeEngine, core_in_this_process, one_stage
 
 from tests.nightly import nightly
 from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched import draft_policy
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
 
 #: a random model repeats itself when it has little to choose from

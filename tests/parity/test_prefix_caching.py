@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals_reference, prompts
+from parity_checks import (
+    MakeEngine,
+    assert_equals_reference,
+    core_in_this_process,
+    one_replica,
+    prompts,
+)
 from tiny_models import hf_reference_logits, tiny_model
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
@@ -142,8 +148,8 @@ def same_bits_after_preemption(make_engine: MakeEngine, dtype: torch.dtype) -> N
 CHECKS = [
     same_bits_from_aligned_checkpoints,
     same_bits_from_forks,
-    same_bits_after_partial_eviction,
-    same_bits_after_preemption,
+    pytest.param(same_bits_after_partial_eviction, marks=core_in_this_process),
+    pytest.param(same_bits_after_preemption, marks=core_in_this_process),
 ]
 
 
@@ -246,6 +252,7 @@ def test_greedy_text_of_the_demo_model_does_not_change(make_engine: MakeEngine) 
 # ---- sharing -------------------------------------------------------------------------------------
 
 
+@one_replica
 def test_one_prefill_for_all_samples_and_identical_prompts(make_engine: MakeEngine) -> None:
     """Tokens computed = one prompt, then one last token and the answer per completion."""
     llm = make_engine("qwen3_5", enable_prefix_caching=True, disable_log_stats=False)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose layers are shared by two processes.
+"""Engines whose layers are shared by two or four processes.
 
-`VLLM_TEST_TP=2 pytest tests/parity` runs the other tests of this folder like that, too; these are
-the ones that run always, and those about ranks.
+`VLLM_TEST_LAYOUT=tp2 pytest tests/parity` runs the other tests of this folder like that, too; these
+are the ones that run always, and those about ranks.
 """
 
 from __future__ import annotations
@@ -300,6 +300,9 @@ def test_a_connector_stores_and_loads_every_part(make_engine: MakeEngine, tmp_pa
     assert len(list(tmp_path.glob("*.?of2"))) == 2
 
 
-def test_hidden_states_are_whole_and_written_once(make_engine: MakeEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["tp2", "tp4", "tp2pp2"])
+def test_hidden_states_are_whole_and_written_once(
+    layout: str, make_engine: MakeEngine, tmp_path: Path
+) -> None:
     make = partial(make_engine, "qwen3_5", max_num_batched_tokens=64, enable_prefix_caching=True)
-    assert_ranks_extract_alike(make, tmp_path, 1e-5)
+    assert_ranks_extract_alike(make, tmp_path, 1e-5, layout)

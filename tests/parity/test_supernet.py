@@ -18,14 +18,22 @@ import pytest
 import torch
 from apriel2_models import MIXERS, Reference, make_tensors, pattern, save, stochastic
 from nightly import nightly
-from parity_checks import MakeEngine, generate, in_this_process, prompts
+from parity_checks import (
+    MakeEngine,
+    core_in_this_process,
+    generate,
+    in_this_process,
+    of_workers,
+    one_stage,
+    prompts,
+)
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.parity, one_stage]
 
 LAYERS = 4
 ALL = [list(names) for names in itertools.product(MIXERS, repeat=LAYERS)]
@@ -83,7 +91,7 @@ def test_every_placement_is_the_fixed_model(
     llm = make(make_engine, supernet.path)
     batch = prompts((1, 20, 70))
     for names in [names for names in tried if names[0] == first]:
-        assert llm.change_placement(names) == [as_dict(names)]
+        assert llm.change_placement(names) == of_workers(as_dict(names))
         for _ in range(2):
             outputs = generate(llm, batch, 6)
         assert outputs[-1].num_cached_tokens
@@ -91,7 +99,7 @@ def test_every_placement_is_the_fixed_model(
             supernet.assert_equals(output, names)
 
 
-@in_this_process
+@core_in_this_process
 def test_bits_are_those_of_the_fixed_model_and_come_back(
     supernet: Supernet, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
@@ -106,8 +114,10 @@ def test_bits_are_those_of_the_fixed_model_and_come_back(
 
     seen = {}
     for i, names in enumerate(SAMPLE[-2:] + SAMPLE[-2:]):
-        assert llm.collective_rpc("set_layer_placements", args=(names,)) == [as_dict(names)]
-        assert llm.collective_rpc("get_layer_placements") == [as_dict(names)]
+        assert llm.collective_rpc("set_layer_placements", args=(names,)) == of_workers(
+            as_dict(names)
+        )
+        assert llm.collective_rpc("get_layer_placements") == of_workers(as_dict(names))
         found = logprobs(llm)
         assert seen.setdefault(tuple(names), found) == found
         if i < 2:
@@ -127,8 +137,8 @@ def test_bits_are_those_of_the_fixed_model_and_come_back(
 def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -> None:
     llm = make(make_engine, supernet.path, placement="every2nd-gdn")
     names = ["attention", "gdn", "attention", "gdn"]
-    assert llm.collective_rpc("get_layer_placements") == [as_dict(names)]
-    assert llm.collective_rpc("get_mixer_names") == [tuple(MIXERS)]
+    assert llm.collective_rpc("get_layer_placements") == of_workers(as_dict(names))
+    assert llm.collective_rpc("get_mixer_names") == of_workers(tuple(MIXERS))
     for output in generate(llm, prompts((20,)), 6):
         supernet.assert_equals(output, names)
     assert [group.layers for group in llm.explain().groups] == [2, 2]
@@ -136,7 +146,6 @@ def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -
     assert [group.layers for group in llm.explain().groups] == [LAYERS]
 
 
-@in_this_process
 def test_what_is_refused_changes_nothing(
     supernet: Supernet, make_engine: MakeEngine, tmp_path: Path
 ) -> None:
@@ -151,7 +160,7 @@ def test_what_is_refused_changes_nothing(
     for placement, message in refused:
         with pytest.raises(VLLMValidationError, match=message):
             llm.change_placement(placement)
-        assert llm.collective_rpc("get_layer_placements") == [as_dict(["gdn"] * LAYERS)]
+        assert llm.collective_rpc("get_layer_placements") == of_workers(as_dict(["gdn"] * LAYERS))
         output = generate(llm, prompts((30,)), 6)[0]
         assert output.outputs[0].token_ids == before
         assert output.num_cached_tokens
@@ -229,6 +238,7 @@ def held_bytes(worker: Any) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values()) + on_device
 
 
+@in_this_process
 @pytest.mark.parametrize(
     "changes", [8, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])]
 )
@@ -265,7 +275,7 @@ def test_changes_under_load_corrupt_nothing(
         for _ in range(changes):
             await asyncio.sleep(rng.random() * 0.1)
             names = rng.choice(ALL)
-            assert await served.change_placement(names) == [as_dict(names)]
+            assert await served.change_placement(names) == of_workers(as_dict(names))
             tried.append(names)
         done.set()
         return tried

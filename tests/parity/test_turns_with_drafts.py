@@ -12,13 +12,13 @@ import pytest
 from draft_scenarios import Run, compare, engine
 from drafter_engines import DRAFTS, Methods, Watched, always, check_proposals
 from drafter_engines import engine as layer_engine
-from parity_checks import MakeEngine, in_this_process, prompts
+from parity_checks import MakeEngine, in_this_process, one_stage, prompts
 
 from tests.nightly import covering, nightly
 from vllm.kernels import step
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.parity, one_stage]
 
 TURNS = (30, 5, 17, 1, 25, 9, 40, 3)
 STOPS = list(range(0, 256, 13))
@@ -136,6 +136,7 @@ IN_EVERY_RUN = {
 NAMES = ("mtp", "eagle3", "eagle3-llama", "dflash", "dflash-llama", "draft_model-hybrid-itself")
 
 
+@in_this_process
 @pytest.mark.parametrize(
     ("name", "ends", "asynchronous"),
     [
