@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -33,6 +32,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 40_000
@@ -187,7 +187,7 @@ class TokenExecutor(Executor):
             return self._end_of_reasoning
         return (self._num_steps * 17 + row * 31) % self._vocab_size
 
-    def send_token_masks(self, words: np.ndarray) -> None:
+    def send_token_masks(self, masks: FilledMasks) -> None:
         """Tokens are arbitrary: a constrained request ends with an error."""
 
     def init_kv_output_aggregator(self, connector: object) -> None:

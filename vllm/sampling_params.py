@@ -193,8 +193,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def ending_token_ids(self) -> set[int]:
         """The ids that end this request's text: without the end-of-sequence ids if those are
-        ignored."""
-        return set(self.stop_token_ids or ()) if self.ignore_eos else self.all_stop_token_ids
+        ignored, which ends no grammar."""
+        if self.ignore_eos and self.structured_outputs is None:
+            return set(self.stop_token_ids or ())
+        return self.all_stop_token_ids
 
     @property
     def device_stop_ids(self) -> list[int]:

@@ -17,7 +17,6 @@ from vllm.config import (
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
-    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.config.compilation import default_piecewise_sizes
@@ -445,13 +444,3 @@ def test_an_engine_resolves_a_configuration_once(
     config.decisions.clear()
     engine.from_vllm_config(config)
     assert record(config, "cudagraph_mode") is None
-
-
-def test_who_takes_no_drafts_is_recorded(tmp_path: Path) -> None:
-    model = ModelConfig(write_config(tmp_path))
-    config = resolve(VllmConfig(model_config=model))
-    assert record(config, "requests without drafts") is None
-    drafter = SpeculativeConfig(method="replay", num_speculative_tokens=3)
-    config = resolve(VllmConfig(model_config=model, speculative_config=drafter))
-    decision = record(config, "requests without drafts")
-    assert decision is not None and "grammar" in decision.why

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import sample
 from vllm.v1.sample.token_masks import TokenMasks
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +47,6 @@ def test_texts_follow_their_constraints(async_scheduling):
 def test_masked_sampling_never_waits_for_the_device(temperature):
     device, vocab = torch.device("cuda"), 150_001
     words = torch.randint(-(2**31), 2**31 - 1, (8, -(-vocab // 32)), dtype=torch.int32)
-    masked = [f"r{i}" for i in range(8)]
     params = SamplingParams(temperature=temperature, seed=1)
     metadata = SamplingMetadata.build([params] * 16, vocab, device)
     logits = torch.randn(16, vocab, device=device)
@@ -54,10 +55,11 @@ def test_masked_sampling_never_waits_for_the_device(temperature):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows = {f"r{15 - i}": i for i in range(16)}
-        masks = TokenMasks.upload(words.numpy(), masked, rows, device)
+        filled = FilledMasks(words.numpy(), [1, 2, 1, 4])
+        masks = TokenMasks.upload(filled, np.array([15, 13, 12, 8]), device)
         chosen = sample(logits, metadata, positions, None, masks).sampled_token_ids
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for i, token in enumerate(chosen.tolist()[8:]):
-        assert int(words[7 - i, token // 32]) >> (token % 32) & 1
+    for i, row in enumerate((15, 13, 14, 12, 8, 9, 10, 11)):
+        token = int(chosen[row])
+        assert int(words[i, token // 32]) >> (token % 32) & 1

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 from parity_checks import MakeEngine, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
+from vllm.entrypoints.openai.serving_chat import constrain_after_reasoning
+from vllm.entrypoints.openai.tool_choice import call_list_schema
+from vllm.reasoning import reasoning_parsers
+from vllm.sampling_params import StructuredOutputsParams
 
 #: fp32 logprobs: a row of a matmul of more rows may be added up in another order
 BOUND = 1e-5
@@ -52,13 +57,21 @@ class Run:
         self.outputs: list[RequestOutput] = []
         self.counted = 0
 
-    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
+    def generate(
+        self,
+        token_ids: list[list[int]],
+        lengths: list[int],
+        constraints: Sequence[StructuredOutputsParams | None] = (),
+        **fields: Any,
+    ) -> list[Any]:
         params = []
         for i, length in enumerate(lengths):
             drafts = None
             if self.told is not None:
                 drafts = {DRAFTS_KEY: self.told[self.counted + i]}
             given = {"temperature": 0.0, "ignore_eos": True, "logprobs": 2} | fields
+            if constraints:
+                given["structured_outputs"] = copy(constraints[i])
             params.append(SamplingParams(max_tokens=length, extra_args=drafts, **given))
         batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
         outputs = self.llm.generate(batch, params, use_tqdm=False)
@@ -125,20 +138,27 @@ def ends(run: Run) -> None:
 
 def preemptions(run: Run) -> None:
     """Running requests lose their rows and come back."""
+    num_steps = _preempting(run, (6, 9, 10))
+    run.generate(prompts((30, 47)), [34, 40])
+    assert num_steps() > 10
+
+
+def _preempting(run: Run, at: tuple[int, ...]) -> Callable[[], int]:
+    """Before the `at`-th steps from here on all running requests are preempted; returns how many
+    there were so far."""
     scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
     schedule, steps = scheduler.schedule, 0
 
     def schedule_and_preempt() -> Any:
         nonlocal steps
         steps += 1
-        if steps in (6, 9, 10):
+        if steps in at:
             while scheduler.running:
                 scheduler._preempt_last()
         return schedule()
 
     scheduler.schedule = schedule_and_preempt
-    run.generate(prompts((30, 47)), [34, 40])
-    assert steps > 10
+    return lambda: steps
 
 
 def aborts(run: Run) -> None:
@@ -153,7 +173,57 @@ def aborts(run: Run) -> None:
     run.generate(prompts((25, 64)), [30, 22])
 
 
-SCENARIOS = (batches, a_conversation, forks, rules, ends, preemptions, aborts)
+def constraints() -> list[StructuredOutputsParams]:
+    """One of every kind; the last is a required tool, behind reasoning that its budget ends."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "tag": {"enum": ["grün", 3]}},
+        "required": ["name", "tag"],
+    }
+    tools = {"day": schema, "now": {"type": "object", "properties": {}}}
+    calls = StructuredOutputsParams(json=call_list_schema(tools, parallel=True))
+    parser = reasoning_parsers.get("qwen3")("<think>\n")
+    reasoned = constrain_after_reasoning(calls, parser, 262)
+    assert reasoned.reasoning is not None and reasoned.reasoning.max_tokens == 6
+    return [
+        StructuredOutputsParams(json=schema, disable_any_whitespace=True),
+        StructuredOutputsParams(regex=r"[^z]{5,20}(-[0-9]{2}){1,4}"),
+        StructuredOutputsParams(choice=["yes", "no", "perhaps, but I would rather not say"]),
+        StructuredOutputsParams(grammar='root ::= "(" root ")" | [a-c]{1,9} | "\u00e9" root'),
+        calls,
+        reasoned,
+    ]
+
+
+def grammars(run: Run) -> None:
+    """Constrained requests beside each other and free ones, in chunks, out of the cache, in several
+    completions, under further rules; some lose their rows, others leave."""
+    batch = prompts((20, 3, 140, 44, 9, 70, 31))
+    given = [*constraints(), None]
+    lengths = [30, 40, 38, 24, 60, 70, 45]
+    _leave(run, batch[:2], given)
+    run.generate(batch, lengths, given)
+    _preempting(run, (6, 9, 10, 17))
+    for parts in (batch, [tokens[:-1] for tokens in batch]):
+        run.generate(parts, lengths, given, temperature=0.9, seed=3)
+    run.generate(batch[:2], [16, 12], given[1:3], n=2, temperature=1.0, seed=4, ignore_eos=False)
+    run.generate(batch[3:5], [20, 14], given[:2], frequency_penalty=0.5, bad_words=["E", "si"])
+    stops = {"stop_token_ids": [ord("D"), ord(":")], "min_tokens": 4}
+    run.generate(batch[:2], [20, 30], given[:2], temperature=1.2, seed=8, **stops)
+
+
+def _leave(run: Run, token_ids: list[list[int]], given: Sequence[Any]) -> None:
+    """Constrained requests that are given up."""
+    engine = run.llm.llm_engine
+    for i, ids in enumerate(token_ids):
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=copy(given[i]))
+        engine.add_request(f"left-{i}", TokensPrompt(prompt_token_ids=ids), params)
+        for _ in range(7 + i):
+            engine.step()
+        engine.abort_request([f"left-{i}"])
+
+
+SCENARIOS = (batches, a_conversation, forks, rules, grammars, ends, preemptions, aborts)
 
 
 def compare(found: list[RequestOutput], expected: list[RequestOutput]) -> None:

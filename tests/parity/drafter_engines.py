@@ -4,7 +4,7 @@ propose."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from parity_checks import MakeEngine
 from tiny_models import hf_model, hf_reference_logits, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 
 DRAFTS = 3
@@ -190,11 +191,17 @@ class Watched:
         progress.tokens[row, 1 : 1 + len(drafts)] = torch.tensor(drafts, dtype=torch.int64)
         progress.num_drafts[row] = len(drafts)
 
-    def generate(self, token_ids: list[list[int]], lengths: list[int], **fields: Any) -> list[Any]:
-        params = [
-            SamplingParams(max_tokens=n, **({"temperature": 0.0, "ignore_eos": True} | fields))
-            for n in lengths
-        ]
+    def generate(
+        self,
+        token_ids: list[list[int]],
+        lengths: list[int],
+        grammars: Sequence[StructuredOutputsParams | None] = (),
+        **fields: Any,
+    ) -> list[Any]:
+        given = {"temperature": 0.0, "ignore_eos": True} | fields
+        params = [SamplingParams(max_tokens=n, **given) for n in lengths]
+        for one, grammar in zip(params, grammars, strict=False):
+            one.structured_outputs = grammar
         batch = [TokensPrompt(prompt_token_ids=ids) for ids in token_ids]
         outputs = self.llm.generate(batch, params, use_tqdm=False)
         for output in outputs:

@@ -18,6 +18,7 @@ from draft_scenarios import (
     a_conversation,
     batches,
     compare,
+    constraints,
     engine,
     preemptions,
     with_drafts,
@@ -30,6 +31,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.kernels.step import AcceptProblem, accept
+from vllm.v1.structured_output.grammar import RequestGrammar
+from vllm.v1.worker.step_inputs import StepInputBuilder
 
 pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
@@ -58,6 +61,18 @@ def test_every_use_of_state_is_checked(
 
 def test_without_steps_in_flight(make_engine: MakeEngine) -> None:
     with_drafts(make_engine, a_conversation, 4, async_scheduling=False, enable_prefix_caching=True)
+
+
+def one_grammar(run: Run) -> None:
+    run.generate(prompts((9, 20)), [30, 30], constraints()[:2])
+
+
+def test_drafts_save_steps_of_a_grammar(make_engine: MakeEngine) -> None:
+    """And are counted: each step has a token of the model's beside the accepted ones."""
+    drafted = with_drafts(make_engine, one_grammar, 4)
+    tokens = sum(len(o.outputs[0].token_ids) for o in drafted.outputs)
+    accepted, rejected = drafted.drafts()
+    assert accepted > tokens / 3 and rejected > 3
 
 
 def test_the_right_drafts_save_steps(make_engine: MakeEngine) -> None:
@@ -162,3 +177,37 @@ def test_a_broken_mechanism_is_noticed(
     monkeypatch.setattr("vllm.v1.worker.step_inputs.accept", broken)
     with pytest.raises((AssertionError, RuntimeError)):
         with_drafts(make_engine, batches, 4)
+
+
+def _stay_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestGrammar, "_go_back", lambda grammar, num_tokens: None)
+
+
+def _mask_only_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = RequestGrammar.fill
+    monkeypatch.setattr(RequestGrammar, "fill", lambda g, masks, row, drafts: fill(g, masks, row))
+    monkeypatch.setattr(StepInputBuilder, "limit_samples", lambda *args: None)
+
+
+def _mask_by_other_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if they came from another row, or from an earlier step."""
+    fill = RequestGrammar.fill
+
+    def misled(grammar: Any, masks: Any, row: int, drafts: list[int]) -> int:
+        count = fill(grammar, masks, row, drafts)
+        masks[row + 1 : row + count] = masks[row]
+        return count
+
+    monkeypatch.setattr(RequestGrammar, "fill", misled)
+
+
+@pytest.mark.parametrize("fault", [_stay_ahead, _mask_only_the_first_row, _mask_by_other_drafts])
+def test_a_wrong_mask_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_drafts(make_engine, one_grammar, 4)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        with_drafts(make_engine, one_grammar, 4)

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 from vllm.model_executor.models.draft_head import DraftHead
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.draft_policy import DraftPolicy, step_cost
 from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_plan import GraphPlan
@@ -92,8 +93,10 @@ def aborts(run: Watched) -> None:
 
 
 def rules(run: Watched) -> None:
-    """Beside requests whose rules allow no drafts, in steps of one token and of several."""
+    """Rules on the output, which the drafts before a token belong to, and grammars beside them."""
     batch = prompts((20, 30, 9))
+    grammars = [StructuredOutputsParams(regex="[a-d]{4,12}-[é-ö]{2,9}"), None]
+    run.generate(batch[:2], [20, 16], grammars)
     run.generate(batch[:2], [16, 12], presence_penalty=0.7, min_tokens=4)
     run.generate(batch, [24, 3, 18])
 
@@ -108,7 +111,7 @@ CASES = {
     "dflash-llama": (a_conversation, aborts),
     "draft_model-hybrid": (preemptions,),
     "draft_model-hybrid-itself": (a_conversation, aborts),
-    "draft_model-itself": (a_conversation, aborts),
+    "draft_model-itself": (a_conversation, aborts, rules),
 }
 
 

@@ -72,11 +72,11 @@ def test_counts_in_the_output_are_those_of_the_metrics(make_engine: MakeEngine) 
     assert found["vllm:spec_decode_num_draft_tokens"].value == accepted + rejected
 
 
-def test_a_grammar_takes_no_drafts_and_stops_nobody_elses(make_engine: MakeEngine) -> None:
+def test_a_grammar_repeats_itself_beside_free_text(make_engine: MakeEngine) -> None:
     found = []
     for drafts in (0, 3):
         run = Run(engine(make_engine, drafts, method="ngram"))
-        grammar = StructuredOutputsParams(regex="(ab|ba){4,9}")
+        grammar = StructuredOutputsParams(regex="(ab|ba){4,20}")
         params = [
             SamplingParams(max_tokens=24, temperature=1.0, seed=5, structured_outputs=grammar),
             SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, allowed_token_ids=FEW),
@@ -85,4 +85,5 @@ def test_a_grammar_takes_no_drafts_and_stops_nobody_elses(make_engine: MakeEngin
         found.append(run.llm.generate(batch, params, use_tqdm=False))
     plain, drafted = ([output.outputs[0] for output in outputs] for outputs in found)
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert drafted[0].num_drafts is None and drafted[1].num_drafts is not None
+    for one in drafted:
+        assert one.num_drafts is not None and min(one.num_drafts) > 0

@@ -22,6 +22,7 @@ from tiny_models import tiny_model
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.models import draft_logits
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.sample.vocab_shard import VocabShard
 from vllm.v1.spec_decode.drafter import DraftStep
@@ -256,6 +257,7 @@ TOLD: list[tuple[dict[str, Any], int]] = [
     ({"temperature": 1.0, "seed": 3}, TOLD_BYTES),
     ({"presence_penalty": 0.5, "logit_bias": {7: 2.0, 250: 2.0}, "min_tokens": 5}, TOLD_BYTES),
     ({"repetition_penalty": 1.4, "bad_words": ["a", "th", "\u0120"]}, TOLD_BYTES),
+    ({"structured_outputs": StructuredOutputsParams(regex="[^z]{9,16}")}, TOLD_BYTES),
     # Candidates, best draws.
     ({"temperature": 1.0, "seed": 3, "min_p": 0.01}, TOLD_BYTES + TOLD_BYTES),
     ({"temperature": 1.0, "seed": 3, "top_k": 9}, 9 * TOLD_BYTES + TOLD_BYTES),

@@ -354,13 +354,6 @@ def _resolve_speculation(config: VllmConfig) -> None:
             scheduler.max_num_batched_tokens,
         )
         scheduler.max_num_batched_tokens = needed
-    if config.drafter is not None:
-        decisions.record(
-            "requests without drafts",
-            "those with structured outputs",
-            "the host advances their grammar and learns of drafts later than the device verifies "
-            "them; such requests decode one token per step beside the others",
-        )
 
 
 def _check_loaded_rows(config: VllmConfig) -> None:

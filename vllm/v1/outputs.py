@@ -82,6 +82,8 @@ class ModelRunnerOutput:
     `logprobs[req_id]`: one row per sampled token. `prompt_logprobs[req_id]`: rows for the prompt
     positions scored in this step (position p scores token p + 1), to be concatenated over chunks.
     `failed_req_ids`: request id -> reason, requests the worker could not serve correctly.
+    `draft_token_ids`: with a drafter, of every request that follows a grammar, in the step or not,
+    the drafts after its newest token, of which its next step verifies as many as it has room for.
     """
 
     req_ids: list[str]
@@ -91,6 +93,7 @@ class ModelRunnerOutput:
     kv_connector_output: KVConnectorOutput | None = None
     failed_req_ids: dict[str, RequestError] = field(default_factory=dict)
     num_verified: list[int] = field(default_factory=list)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def req_id_to_index(self) -> dict[str, int]:

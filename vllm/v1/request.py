@@ -141,6 +141,8 @@ class Request:
         self.device_stop_ids: frozenset[int] = frozenset()
         #: what constrains the output, None for free text
         self.grammar: RequestGrammar | None = None
+        #: with a grammar: what the workers will verify after its newest token
+        self.draft_token_ids: list[int] = []
         self.kv_transfer_params: dict[str, Any] | None = None
         #: whether the front end may still find a stop string, which would end it earlier
         self.may_stop_earlier = False

@@ -37,6 +37,7 @@ from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 from vllm.v1.structured_output.masks import MaskQueue
 
 VOCAB_SIZE = 1000
@@ -349,8 +350,8 @@ class FakeExecutor(Executor):
     def init_kv_output_aggregator(self, connector: Any) -> None:
         return None
 
-    def send_token_masks(self, words: np.ndarray) -> None:
-        self.masks.send(words)
+    def send_token_masks(self, masks: FilledMasks) -> None:
+        self.masks.send(masks)
 
     def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.num_steps += 1

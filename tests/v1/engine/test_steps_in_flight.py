@@ -15,6 +15,7 @@ from tests.v1.engine.fakes import FakeExecutor, make_vllm_config
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 RESULT = ModelRunnerOutput(req_ids=["a"], sampled_token_ids=[[5]])
 
@@ -33,8 +34,8 @@ class Futures(FakeExecutor):
         self.results.append(Future())
         return self.results[-1]
 
-    def send_token_masks(self, words: np.ndarray) -> None:
-        self.sent.append(int(words[0, 0]))
+    def send_token_masks(self, masks: FilledMasks) -> None:
+        self.sent.append(int(masks.words[0, 0]))
 
 
 class Masks:
@@ -43,8 +44,8 @@ class Masks:
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def filled(self) -> np.ndarray:
-        return np.array([[self.step]])
+    def filled(self) -> FilledMasks:
+        return FilledMasks(np.array([[self.step]]), [1])
 
 
 class Replicas:

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 
 from vllm import decisions
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 #: from a death to the end of all processes
 END_S = 5.0
@@ -66,7 +68,7 @@ class FakeWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         if action == "hang":
             time.sleep(600)
-        masks = self.receive_masks().tolist() if action == "masks" else []
+        masks = self.receive_masks().words.tolist() if action == "masks" else []
         reports = KVConnectorOutput(finished_sending={f"r{number}"})
         output = ModelRunnerOutput([str(self.rank)], [[number], masks], {}, {}, reports)
         return Launched(output) if number % 2 else output
@@ -131,6 +133,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def filled(word: int) -> FilledMasks:
+    """Of one request."""
+    return FilledMasks(np.array([[word]], dtype=np.int32), [1])
 
 
 def step(executor: Executor, number: int, action: str = "") -> Any:

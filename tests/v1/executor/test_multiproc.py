@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
@@ -22,6 +21,7 @@ from tests.v1.executor.fake_worker import (
     END_S,
     FakeWorker,
     config_of,
+    filled,
     gone,
     processes,
     step,
@@ -83,11 +83,11 @@ def test_masks_overtake_the_steps_that_were_sent_before_them(start: Any) -> None
         step(executor, 1),
         step(executor, 2, "masks"),
     )
-    executor.send_token_masks(np.array([[7]], dtype=np.int32))
+    executor.send_token_masks(filled(7))
     assert first.result(20).sampled_token_ids == [[0], [[7]]]
     assert between.result(20).sampled_token_ids == [[1], []]
     assert not second.done()
-    executor.send_token_masks(np.array([[8]], dtype=np.int32))
+    executor.send_token_masks(filled(8))
     assert second.result(20).sampled_token_ids == [[2], [[8]]]
 
 

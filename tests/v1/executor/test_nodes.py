@@ -16,13 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
-from tests.v1.executor.fake_worker import FakeWorker, gone, processes, step, wait_until
+from tests.v1.executor.fake_worker import FakeWorker, filled, gone, processes, step, wait_until
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launcher import stop_start_at_signals
@@ -163,7 +162,7 @@ def test_the_last_stage_on_another_host_answers_and_has_the_masks(
     hosts = make_hosts(tensor_parallel_size=1, pipeline_parallel_size=2)
     executor, _ = hosts.both()
     masked, plain = step(executor, 0, "masks"), step(executor, 1)
-    executor.send_token_masks(np.array([[7]], dtype=np.int32))
+    executor.send_token_masks(filled(7))
     assert masked.result(_WAIT_S).sampled_token_ids == [[0], [[7]]]
     assert plain.result(_WAIT_S).req_ids == ["1"]
 

@@ -17,6 +17,7 @@ from vllm.v1.executor.ray_worker import RayWorker, _Answers, _Messages, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.executor.worker_process import Inbox, Kind
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 
 def test_the_environment_that_workers_need() -> None:
@@ -44,10 +45,11 @@ def test_messages_and_answers_cross_one_connection() -> None:
     inbox, answers = Inbox(_Messages(theirs)), _Answers(theirs, 3)
     for kind, content in ((Kind.STEP, "one"), (Kind.STEP, "two")):
         workers.send(pickle.dumps((kind, content)), lambda: None)
-    masks = np.ones((1, 2), dtype=np.int32)
+    masks = FilledMasks(np.ones((3, 2), dtype=np.int32), [1, 2])
     workers.send(pickle.dumps((Kind.MASKS, masks)), lambda: None)
     assert inbox.next_work() == (Kind.STEP, "one")
-    assert (inbox.receive_masks() == masks).all()
+    received = inbox.receive_masks()
+    assert (received.words == masks.words).all() and received.counts == masks.counts
     answers.send_bytes(b"answer")
     (source,) = workers.sources
     assert list(workers.take(source)) == [(3, b"answer")]

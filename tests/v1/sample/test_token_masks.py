@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from vllm.v1.sample.adjustments import Adjustments
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import gather_logprobs, sample
 from vllm.v1.sample.token_masks import TokenMasks
-from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
+from vllm.v1.structured_output.mask_words import FilledMasks, num_mask_words, pack_tokens
 
 CPU = torch.device("cpu")
 
@@ -44,9 +45,11 @@ def test_dummy_allows_all() -> None:
 
 
 def test_upload_finds_the_rows() -> None:
-    words = torch.arange(2 * num_mask_words(40), dtype=torch.int32).reshape(2, -1)
-    masks = TokenMasks.upload(words.numpy(), ["b", "d"], {"a": 0, "b": 1, "d": 3}, CPU)
-    assert masks.rows.tolist() == [1, 3] and torch.equal(masks.words, words)
+    """Those after a request's drafts follow its first."""
+    words = torch.arange(6 * num_mask_words(40), dtype=torch.int32).reshape(6, -1)
+    filled = FilledMasks(words.numpy(), [1, 3, 2])
+    masks = TokenMasks.upload(filled, np.array([1, 4, 8]), CPU)
+    assert masks.rows.tolist() == [1, 4, 5, 6, 8, 9] and torch.equal(masks.words, words)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

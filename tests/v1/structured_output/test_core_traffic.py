@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import pickle
 import random
+import zlib
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.v1.engine import fakes
-from tests.v1.engine.fakes import EOS, VOCAB_SIZE, FakeExecutor, FakeWorker, make_vllm_config
+from tests.v1.engine.fakes import (
+    EOS,
+    REJECTED,
+    VOCAB_SIZE,
+    FakeExecutor,
+    FakeWorker,
+    make_vllm_config,
+)
 from tests.v1.structured_output.vocabularies import (
     choose,
     done,
@@ -44,27 +53,71 @@ CONSTRAINTS = [
 
 
 class MaskedWorker(FakeWorker):
-    """Samples constrained requests from their masks, others as before."""
+    """Samples constrained requests from their masks, others as before.
+
+    What it proposes for them is the text that `texts` has of them, but for a token now and then.
+    """
 
     def __init__(self, receive_masks: ReceiveMasks) -> None:
         super().__init__()
         self.receive_masks = receive_masks
         self.masks: dict[str, np.ndarray] = {}
+        self.texts: dict[str, list[int]] = {}
+        self.proposed: dict[str, list[int]] = {}
+        self.num_accepted = 0
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         self.masks = {}
         if output.masked_req_ids:
-            words = self.receive_masks()
-            self.masks = dict(zip(output.masked_req_ids, words, strict=True))
+            words, counts = self.receive_masks()
+            parts = np.split(words, np.cumsum(counts)[:-1])
+            self.masks = dict(zip(output.masked_req_ids, parts, strict=True))
         # The message is complete without the masks, and holds nothing of this process.
-        return super().execute(pickle.loads(pickle.dumps(output)))
+        result = super().execute(pickle.loads(pickle.dumps(output)))
+        self.proposed = {
+            req_id: self._propose(req_id, output.num_next_drafts)
+            for req_id in self.texts
+            if req_id in self.requests
+        }
+        result.draft_token_ids = pickle.loads(pickle.dumps(self.proposed))
+        return result
+
+    def _propose(self, req_id: str, num_drafts: int) -> list[int]:
+        state = self.requests[req_id]
+        first = len(state.history) - state.num_prompt_tokens
+        drafts = self.texts[req_id][first : first + num_drafts]
+        for i, draft in enumerate(drafts):
+            noise = zlib.crc32(f"{req_id} {first + i}".encode())
+            if noise % 4 == 0:
+                drafts[i] = (draft + noise // 4) % VOCAB_SIZE
+        return drafts
+
+    def _verify(self, state, req_id, drafts, output, result):
+        if req_id not in self.masks:
+            return super()._verify(state, req_id, drafts, output, result)
+        start, rows = state.num_computed, self.masks[req_id]
+        proposed = self.proposed[req_id][:drafts]
+        assert 1 <= len(rows) <= 1 + len(proposed), "a row after each draft at most"
+        plain = replace(output, scheduled_spec_decode_tokens={})
+        tokens: list[int] = []
+        for i, draft in enumerate([*proposed[: len(rows) - 1], None]):
+            self.masks[req_id] = rows[i:]
+            tokens += self._run(req_id, 1, plain, result)
+            if tokens[-1] != draft:
+                break
+        self.num_accepted += len(tokens) - 1
+        self.num_unsettled[req_id] = drafts
+        for position in range(start + len(tokens), start + 1 + drafts):
+            self.slots[self._slot(state, position)] = REJECTED
+        return tokens
 
     def _run(self, req_id, count, output, result):
         state = self.requests[req_id]
         tokens = super()._run(req_id, count, output, result)
-        if tokens and req_id in self.masks:
+        verified = bool(output.scheduled_spec_decode_tokens.get(req_id))
+        if tokens and req_id in self.masks and not verified:
             del state.history[-1]
-            tokens = [choose(state.history, tokens_of(self.masks[req_id]))]
+            tokens = [choose(state.history, tokens_of(self.masks[req_id][0]))]
             state.history += tokens
         return tokens
 
@@ -103,6 +156,9 @@ class Core:
         if plain is not None:
             params.structured_outputs = plain
             request.grammar = request_grammar(params, compilation)
+            if self.core.vllm_config.tokens_to_verify > 1:
+                text = expected_tokens(list(prompt), params, MAX_LEN)
+                self.core.executor.worker.texts[request_id] = text
         self.core.add_request(request)
         self.tokens[request_id] = []
 
@@ -139,6 +195,7 @@ def make_params(rng, constraint):
     async_scheduling=st.booleans(),
     caching=st.booleans(),
     max_num_seqs=st.integers(1, 12),
+    num_drafts=st.sampled_from([0, 1, 3, 5]),
 )
 def test_traffic(seed, budget, **options):
     rng = random.Random(seed)
@@ -191,8 +248,25 @@ def test_a_call_is_answered_while_steps_wait_for_masks():
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_preempted_requests_go_on_where_they_were(async_scheduling):
-    core = Core(num_blocks=9, async_scheduling=async_scheduling)
+@pytest.mark.parametrize("constraint", CONSTRAINTS[:3])
+def test_drafts_save_steps(constraint, async_scheduling):
+    params = SamplingParams(max_tokens=40, structured_outputs=constraint)
+    steps = []
+    for num_drafts in (0, 3):
+        core = Core(async_scheduling=async_scheduling, num_drafts=num_drafts)
+        core.add("r", [20, 21], params)
+        core.run()
+        assert core.tokens["r"] == expected_tokens([20, 21], params, MAX_LEN)
+        steps.append(len(core.core.executor.worker.steps))
+    accepted = core.core.executor.worker.num_accepted
+    assert accepted > 1 and steps[1] <= steps[0] - accepted
+    assert core.last["r"].num_drafts[0] == accepted
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_preempted_requests_go_on_where_they_were(num_drafts, async_scheduling):
+    core = Core(num_blocks=9, async_scheduling=async_scheduling, num_drafts=num_drafts)
     params = SamplingParams(
         max_tokens=90, structured_outputs=StructuredOutputsParams(regex="[a-f]{150}")
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import torch
 
-from vllm.sampling_params import SamplingParams
+from vllm.kernels.step import Progress
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput, SamplerOutput
-from vllm.v1.worker.async_output import StepOutput
+from vllm.v1.worker.async_output import ProposedDrafts, StepOutput
 from vllm.v1.worker.input_batch import InputBatch
 
 CPU = torch.device("cpu")
@@ -38,6 +39,27 @@ def test_one_list_per_request() -> None:
     assert mixed.req_ids == ["b", "c", "a"] and mixed.sampled_token_ids == [[], [10], [11]]
     nothing = _output(none, {"a": 2, "b": 2}, set())
     assert nothing.sampled_token_ids == [[], []] and nothing.logprobs == {}
+
+
+def test_drafts_of_the_requests_that_follow_a_grammar() -> None:
+    """As they are when the step is launched, also of one that was not in it."""
+    batch, progress = InputBatch(8), Progress.create(8, 4, CPU)
+    assert ProposedDrafts.of_constrained(batch, progress) is None
+    for name, regex in (("free", None), ("a", "a"), ("gone", "b"), ("b", "c")):
+        constraint = None if regex is None else StructuredOutputsParams(regex=regex)
+        params = SamplingParams(structured_outputs=constraint)
+        batch.add(name, [1, 2, 3], 3, params, 3)
+    batch.remove("gone")
+    progress.tokens.copy_(torch.arange(32).view(8, 4))
+    progress.num_drafts.copy_(torch.tensor([3, 2, 3, 0, 1, 1, 1, 1]))
+    order = batch.order({"free": 1, "a": 1}, {"free", "a"})
+    proposed = ProposedDrafts.of_constrained(batch, progress)
+    output = StepOutput(order, VOCAB, None, [], None, {}, CPU, proposed)
+    batch.remove("a")
+    progress.tokens.zero_()
+    progress.num_drafts.zero_()
+    assert output.get_output().draft_token_ids == {"a": [5, 6], "b": []}
+    assert StepOutput(order, VOCAB, None, [], None, {}, CPU).get_output().draft_token_ids == {}
 
 
 def test_logprobs_as_many_as_asked_for() -> None:

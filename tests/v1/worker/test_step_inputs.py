@@ -109,6 +109,28 @@ def test_arrays_of_a_step_that_verifies_drafts() -> None:
     assert progress.computed[rows].tolist() == [10, 10, 5]
 
 
+@pytest.mark.parametrize(("count", "tokens", "accepted"), [(3, 3, 2), (2, 2, 1), (1, 1, 0)])
+def test_a_draft_after_the_last_mask_is_not_accepted(
+    count: int, tokens: int, accepted: int
+) -> None:
+    """Even if it was sampled; the token that follows the last draft with a mask counts."""
+    batch = InputBatch(8, width=3)
+    for name in ("free", "masked"):
+        batch.add(name, [0, 1, 2], 3, GREEDY, 3)
+    order = batch.order({"free": 3, "masked": 3}, {"free", "masked"})
+    builder = StepInputBuilder(8, 64, CPU, depth=2, width=3)
+    progress = builder.progress
+    progress.tokens[:2] = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    progress.num_drafts[:2] = 2
+    inputs = prepared(builder, order)
+    places = order.places_of(["masked"])
+    assert places.tolist() == [1] and order.places_of(["masked", "free"]).tolist() == [1, 0]
+    builder.limit_samples(inputs.sample_requests, places, [count])
+    counts = builder.accept_requests(inputs.sample_requests, torch.tensor([5, 6, 0, 8, 9, 3]))
+    assert counts.tolist() == [[3, tokens], [2, accepted]]
+    assert progress.tokens[:2, 0].tolist() == [0, [8, 9, 3][count - 1]]
+
+
 @pytest.mark.parametrize(("padded", "rows"), [(None, 1), (6, 6), (16, 8)])
 def test_rows_that_may_be_decodes(padded: int | None, rows: int) -> None:
     """Of a padded step as many as there are tokens or requests, whatever this one has."""

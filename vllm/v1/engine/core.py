@@ -289,8 +289,11 @@ class EngineCore:
 
     def _masks_of(self, output: SchedulerOutput) -> StepMasks | None:
         """Of a step in which requests that follow a grammar sample."""
-        constrained = self.scheduler.constrained_requests(output) if output.masked_req_ids else []
-        return StepMasks(constrained) if constrained else None
+        if not output.masked_req_ids:
+            return None
+        constrained = self.scheduler.constrained_requests(output)
+        drafts = output.scheduled_spec_decode_tokens
+        return StepMasks(constrained, [len(drafts.get(one, ())) for one in output.masked_req_ids])
 
     def _drain(self) -> None:
         """Before a sleep: tell the workers what ended and wait for transfers of ended requests."""

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -18,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.device_checks import check_devices
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -108,8 +107,8 @@ class Executor(ABC):
         """Queue one step."""
 
     @abstractmethod
-    def send_token_masks(self, words: np.ndarray) -> None:
-        """Give the oldest step that waits for masks its own: `[rows, words]` int32, see
+    def send_token_masks(self, masks: FilledMasks) -> None:
+        """Give the oldest step that waits for masks its own, see
         `vllm.v1.structured_output.masks`. A step's result comes after its masks were sent."""
 
     @abstractmethod

@@ -22,7 +22,6 @@ from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import numpy as np
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -32,6 +31,7 @@ from vllm.v1.executor.abstract import Executor, overdue_message
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 from vllm.v1.executor.worker_process import Answer, Kind, WorkerPlan
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -116,8 +116,8 @@ class StationedExecutor(Executor):
             else self._aggregator.aggregate(outputs, place)
         )
 
-    def send_token_masks(self, words: np.ndarray) -> None:
-        self._ask(Kind.MASKS, words)
+    def send_token_masks(self, masks: FilledMasks) -> None:
+        self._ask(Kind.MASKS, masks)
 
     def collective_rpc(
         self,

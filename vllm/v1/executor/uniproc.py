@@ -11,13 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
-
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.structured_output.mask_words import FilledMasks
 from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.worker import Worker
 
@@ -43,8 +42,8 @@ class UniProcExecutor(Executor):
     def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
         """One worker's reports need no merging."""
 
-    def send_token_masks(self, words: np.ndarray) -> None:
-        self._masks.send(words)
+    def send_token_masks(self, masks: FilledMasks) -> None:
+        self._masks.send(masks)
 
     def collective_rpc(
         self,

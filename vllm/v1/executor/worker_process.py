@@ -23,8 +23,6 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from vllm import decisions
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -33,6 +31,7 @@ from vllm.utils.parent_watch import ParentWatch
 from vllm.utils.phase_ledger import PhaseEvent
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import pickle_setup, unpickle_setup
+from vllm.v1.structured_output.mask_words import FilledMasks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -130,7 +129,7 @@ class Inbox:
     def __init__(self, receiver: Receives, keeps_masks: bool = True) -> None:
         self._receiver, self._keeps_masks = receiver, keeps_masks
         self._work: deque[tuple[Kind, Any]] = deque()
-        self._masks: deque[np.ndarray] = deque()
+        self._masks: deque[FilledMasks] = deque()
 
     def next_work(self) -> tuple[Kind, Any]:
         """The next step, call or stop; EOFError when the sender is gone."""
@@ -138,7 +137,7 @@ class Inbox:
             self._take()
         return self._work.popleft()
 
-    def receive_masks(self) -> np.ndarray:
+    def receive_masks(self) -> FilledMasks:
         """See `vllm.v1.structured_output.masks.ReceiveMasks`."""
         while not self._masks:
             if self._work and self._work[-1][0] is Kind.STOP:

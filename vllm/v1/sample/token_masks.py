@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import to_device
-from vllm.v1.structured_output.mask_words import WORD_BITS, num_mask_words
+from vllm.v1.structured_output.mask_words import WORD_BITS, FilledMasks, num_mask_words
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,17 @@ class TokenMasks:
     @classmethod
     def upload(
         cls,
-        masks: np.ndarray,
-        masked_req_ids: Sequence[str],
-        row_of: Mapping[str, int],
+        masks: FilledMasks,
+        firsts: np.ndarray,
         device: torch.device,
     ) -> TokenMasks:
-        """`masks [m, words]` int32 of the requests `masked_req_ids`; `row_of`: the row of the
-        logits of each request."""
-        rows = torch.tensor([row_of[req_id] for req_id in masked_req_ids], dtype=torch.int64)
-        return cls(to_device(rows, device), to_device(torch.from_numpy(masks), device))
+        """`firsts [requests]` int64: the first row of the logits of each request, which those after
+        its drafts follow."""
+        words, counts = masks
+        rows = np.repeat(firsts - (np.cumsum(counts) - counts), counts) + np.arange(len(words))
+        return cls(
+            to_device(torch.from_numpy(rows), device), to_device(torch.from_numpy(words), device)
+        )
 
     @classmethod
     def dummy(cls, logits: Tensor, vocab_size: int) -> TokenMasks:

@@ -67,9 +67,11 @@ class Drafter(ABC, Generic[S]):
     """Base of all drafters; `settings` are the method's own.
 
     A drafter writes `progress.tokens[:, 1:]` and `progress.num_drafts` (0 where it has nothing to
-    propose for a row) in `propose`. Proposals may be anything that follows from what the device
-    knows, also from the sampler's noise: the target samples every position itself, with its own
-    noise, and a draft is accepted if it is that sample. The text is that without a drafter.
+    propose for a row) in `propose`, and nowhere else: the host has heard of them by then, and fills
+    the masks of rows that follow a grammar by what it has heard. Proposals may be anything that
+    follows from what the device knows, also from the sampler's noise: the target samples every
+    position itself, with its own noise, and a draft is accepted if it is that sample. The text is
+    that without a drafter.
 
     In the order in which a runner calls: `build_model`, `load_weights`, `bind`, `rehearse` and
     `graph_sets` at start-up; `add` before a request's first step, `observe` and `propose` in every

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import numpy as np
 
 from vllm.sampling_params import ReasoningBudget
 from vllm.v1.engine import RequestConflict
-from vllm.v1.structured_output.mask_words import num_mask_words, pack_tokens
+from vllm.v1.structured_output.mask_words import WORD_BITS, num_mask_words, pack_tokens
 from vllm.v1.structured_output.reasoning_limit import ReasoningLimit, TokenTexts
 from vllm.v1.structured_output.vocabulary import Utf8Guard
 
@@ -33,10 +34,11 @@ class RequestGrammar:
     """A function of the request's output tokens: it only ever sees those that count.
 
     `accept` follows each token the scheduler appends, `rewind` each one it takes back; a token
-    dropped at a preemption is seen by neither. `stop_token_ids` end the text where the grammar
-    allows an end. Below `min_tokens` the tokens of `barred_below_min` are masked, unless the
-    grammar leaves nothing else. `allowed [words]` int32: only these tokens, None for all.
-    `reasoning` bounds what the grammar allows before the answer.
+    dropped at a preemption is seen by neither. `fill` goes ahead along drafts: what the next tokens
+    have in common with them is followed already, and the first that differs takes the rest back.
+    `stop_token_ids` end the text where the grammar allows an end. Below `min_tokens` the tokens of
+    `barred_below_min` are masked, unless the grammar leaves nothing else. `allowed [words]` int32:
+    only these tokens, None for all. `reasoning` bounds what the grammar allows before the answer.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class RequestGrammar:
         self._reasoning = reasoning
         self._limit: ReasoningLimit | None = None
         self._matcher: xgrammar.GrammarMatcher | None = None
-        self._accepted: list[int] = []
+        #: the tokens that the matcher stands behind: after the first `_num_accepted`, drafts
+        self._followed: list[int] = []
+        self._num_accepted = 0
+        #: whether nothing can come after `_followed`
         self._stuck = False
 
     @property
@@ -83,18 +88,23 @@ class RequestGrammar:
     @property
     def terminated(self) -> bool:
         """Whether the text has ended: nothing can follow."""
-        return self._matcher is not None and self._matcher.is_terminated()
+        if self._matcher is None or self._num_accepted < len(self._followed):
+            return False
+        return self._matcher.is_terminated()
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, if the grammar does not allow it here."""
-        if self._stuck or not self._started().accept_token(token_id):
+        num = self._num_accepted
+        if num < len(self._followed) and self._followed[num] != token_id:
+            self._go_back(num)
+        if num == len(self._followed) and not self._follow(token_id):
             return False
-        self._accepted.append(token_id)
+        self._num_accepted += 1
         return True
 
     def error(self) -> RequestConflict:
         """What a refused token means for the request."""
-        where = f"structured_outputs: after {len(self._accepted)} tokens"
+        where = f"structured_outputs: after {self._num_accepted} tokens"
         if self._stuck:
             return RequestConflict(f"{where}, no token may follow in the grammar")
         return RequestConflict(
@@ -103,32 +113,61 @@ class RequestGrammar:
 
     def rewind(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` accepted tokens."""
-        surplus = len(self._accepted) - num_tokens
-        if surplus > 0:
-            self._started().rollback(surplus)
-            del self._accepted[num_tokens:]
-            self._stuck = False
+        self._num_accepted = min(self._num_accepted, num_tokens)
+        self._go_back(self._num_accepted)
 
-    def fill(self, masks: np.ndarray, row: int) -> None:
-        """Write the tokens that may come next into `masks[row]` (`[rows, words]` int32).
+    def fill(self, masks: np.ndarray, row: int, drafts: Sequence[int] = ()) -> int:
+        """Write the tokens that may come next into `masks[row]` (`[rows, words]` int32), and those
+        that may come after each of `drafts` into the rows that follow; returns the number of rows.
 
-        With no token left the row allows all, and the next `accept` refuses whatever comes.
+        They end before a draft that the mask before it bars, which cannot be sampled, and at one
+        that ends the text. With no token left a row allows all, and `accept` refuses whatever comes
+        there.
         """
+        self._go_back(self._num_accepted)
+        self._fill_next(masks, row)
+        count = 1
+        for draft in drafts:
+            word, bit = divmod(draft, WORD_BITS)
+            if not masks[row + count - 1, word] >> bit & 1 or not self._follow(draft):
+                break
+            if self._started().is_terminated():
+                break
+            self._fill_next(masks, row + count)
+            count += 1
+        return count
+
+    def _fill_next(self, masks: np.ndarray, row: int) -> None:
         mask = masks[row]
         self._started().fill_next_token_bitmask(masks, row)
-        if self._accepted:
-            self._compiled.result().guard.narrow(mask, self._accepted[-1])
+        if self._followed:
+            self._compiled.result().guard.narrow(mask, self._followed[-1])
         if self._allowed is not None:
             mask &= self._allowed
-        if self._not_barred is not None and len(self._accepted) < self._min_tokens:
+        if self._not_barred is not None and len(self._followed) < self._min_tokens:
             longer = mask & self._not_barred
             if longer.any():
                 mask[:] = longer
         if self._limit is not None:
-            self._limit.narrow(mask, self._accepted)
+            self._limit.narrow(mask, self._followed)
         self._stuck = not mask.any()
         if self._stuck:
             mask.fill(-1)
+
+    def _follow(self, token_id: int) -> bool:
+        if self._stuck or not self._started().accept_token(token_id):
+            return False
+        self._followed.append(token_id)
+        return True
+
+    def _go_back(self, num_tokens: int) -> None:
+        surplus = len(self._followed) - num_tokens
+        if surplus > 0:
+            self._started().rollback(surplus)
+            del self._followed[num_tokens:]
+            self._stuck = False
+            if self._limit is not None:
+                self._limit.rewind(num_tokens)
 
     def _started(self) -> xgrammar.GrammarMatcher:
         if self._matcher is None:

@@ -3,9 +3,19 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 WORD_BITS = 32
+
+
+class FilledMasks(NamedTuple):
+    """The masks of a step: `words [rows, words]` int32. Of each constrained request, in order,
+    `counts` rows: for its next token, and for those after its first drafts."""
+
+    words: np.ndarray
+    counts: list[int]
 
 
 def num_mask_words(vocab_size: int) -> int:

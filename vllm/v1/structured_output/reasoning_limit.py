@@ -59,16 +59,21 @@ class ReasoningLimit:
         #: accepted tokens when the reasoning was found to be over
         self._over_at: int | None = None
 
+    def rewind(self, num_tokens: int) -> None:
+        """All but the first `num_tokens` accepted tokens are taken back; called before others come
+        in their stead."""
+        if self._over_at is not None and num_tokens < self._over_at:
+            self._over_at = None
+        if self._forced_at is not None and num_tokens < self._forced_at:
+            self._forced_at = None
+
     def narrow(self, mask: np.ndarray, accepted: Sequence[int]) -> None:
-        """Leave the closing tag's next token alone in `mask [words]` int32 where one is due.
+        """Leave the closing tag's next token alone in `mask [words]` int32 where one is due; called
+        after each accepted token.
 
         It waits for the end of a character that has begun, and completes a tag that has.
         """
         num = len(accepted)
-        if self._over_at is not None and num < self._over_at:
-            self._over_at = None
-        if self._forced_at is not None and num < self._forced_at:
-            self._forced_at = None
         if num < self._max_tokens or self._over_at is not None:
             return
         if self._forced_at is None and not self._begin_closing(accepted):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm.kernels.step import Progress
 from vllm.v1.engine import RequestError
 from vllm.v1.outputs import (
     AsyncModelRunnerOutput,
@@ -18,7 +19,7 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
     SamplerOutput,
 )
-from vllm.v1.worker.input_batch import StepOrder
+from vllm.v1.worker.input_batch import InputBatch, StepOrder
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,24 @@ class PromptLogprobs:
 
     req_id: str
     tensors: LogprobsTensors
+
+
+@dataclass(frozen=True)
+class ProposedDrafts:
+    """Drafts of all batch rows on the device, as `Progress` has them: `tokens [rows, width]`, of
+    which the first is none, and `num_drafts [rows]`. `rows`: those that the host asks about, by
+    request."""
+
+    rows: dict[str, int]
+    tokens: Tensor
+    num_drafts: Tensor
+
+    @classmethod
+    def of_constrained(cls, batch: InputBatch, progress: Progress) -> ProposedDrafts | None:
+        """Of the requests whose masks the host fills, also those that were not in the step."""
+        if not batch.constrained:
+            return None
+        return cls(dict(batch.constrained), progress.tokens, progress.num_drafts)
 
 
 class StepOutput(AsyncModelRunnerOutput):
@@ -44,6 +63,7 @@ class StepOutput(AsyncModelRunnerOutput):
         kv_connector_output: KVConnectorOutput | None,
         failed_req_ids: dict[str, RequestError],
         device: torch.device,
+        proposed: ProposedDrafts | None = None,
     ) -> None:
         self._order = order
         self._vocab_size = vocab_size
@@ -60,6 +80,10 @@ class StepOutput(AsyncModelRunnerOutput):
                 self._counts, self._drafts = _to_host(sampled.verified)
             if sampled.logprobs is not None:
                 self._logprobs = LogprobsTensors(*map(_to_host, sampled.logprobs))
+        self._proposed: ProposedDrafts | None = None
+        if proposed is not None:
+            tokens, num_drafts = map(_to_host, (proposed.tokens, proposed.num_drafts))
+            self._proposed = ProposedDrafts(proposed.rows, tokens, num_drafts)
         self._prompt = [
             (p.req_id, LogprobsTensors(*map(_to_host, p.tensors))) for p in prompt_logprobs
         ]
@@ -79,7 +103,17 @@ class StepOutput(AsyncModelRunnerOutput):
             kv_connector_output=self._kv_connector_output,
             failed_req_ids=self._failed,
             num_verified=self._num_verified(),
+            draft_token_ids=self._draft_token_ids(),
         )
+
+    def _draft_token_ids(self) -> dict[str, list[int]]:
+        if self._proposed is None:
+            return {}
+        tokens, counts = self._proposed.tokens.numpy(), self._proposed.num_drafts.numpy()
+        return {
+            req_id: tokens[row, 1 : 1 + counts[row]].tolist()
+            for req_id, row in self._proposed.rows.items()
+        }
 
     def _num_verified(self) -> list[int]:
         """Drafts of each request of the step; empty without any."""

@@ -8,6 +8,7 @@ so nothing is ever moved when requests come and go.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -90,6 +91,11 @@ class StepOrder:
         counts = self.num_samples
         return np.cumsum(counts) - counts
 
+    def places_of(self, req_ids: Sequence[str]) -> np.ndarray:
+        """`[n]`: the places of these requests among those that sample."""
+        place_of = {req_id: place for place, req_id in enumerate(self.sampled.req_ids)}
+        return np.array([place_of[req_id] for req_id in req_ids], dtype=np.int64)
+
     @property
     def lengths(self) -> np.ndarray:
         """`[num_reqs]`: tokens each request runs, a decode's padding included."""
@@ -122,6 +128,8 @@ class InputBatch:
         self.num_computed = np.zeros(max_rows, dtype=np.int64)
         self.num_output = np.zeros(max_rows, dtype=np.int64)
         self.requests: dict[str, RequestState] = {}
+        #: rows of the requests that follow a grammar
+        self.constrained: dict[str, int] = {}
         self._free_rows = list(range(max_rows - 1, -1, -1))
         #: the last orders and their sets of decodes (0: none), while all requests have their rows
         self._orders: deque[tuple[int, StepOrder]] = deque(maxlen=num_sets)
@@ -140,6 +148,8 @@ class InputBatch:
         known = np.array(token_ids, dtype=np.int64)
         state = RequestState(self, req_id, row, known, num_prompt_tokens, sampling_params)
         self.requests[req_id] = state
+        if sampling_params.structured_outputs is not None:
+            self.constrained[req_id] = row
         self.known_tokens[row] = len(token_ids)
         self.num_computed[row] = num_computed_tokens
         self.num_output[row] = len(token_ids) - num_prompt_tokens
@@ -148,6 +158,7 @@ class InputBatch:
     def remove(self, req_id: str) -> RequestState | None:
         state = self.requests.pop(req_id, None)
         if state is not None:
+            self.constrained.pop(req_id, None)
             self._free_rows.append(state.row)
             self._orders.clear()
         return state

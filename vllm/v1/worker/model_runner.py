@@ -42,7 +42,7 @@ from vllm.v1.spec_decode.drafter import (
     DraftStep,
 )
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
-from vllm.v1.worker.async_output import StepOutput
+from vllm.v1.worker.async_output import ProposedDrafts, StepOutput
 from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
@@ -215,6 +215,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
             self.journals.before_copies(scheduler_output.copies_after)
         self.arena.copy_blocks(scheduler_output.copies_after)
         self.batch.advance(order)
+        progress = self.inputs.progress
         return StepOutput(
             order,
             self.vocab_size,
@@ -223,6 +224,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
             kv_connector_output,
             self.sampler.take_failed() | (self.take_failed_requests() if use_connector else {}),
             self.device,
+            None if self.drafter is None else ProposedDrafts.of_constrained(self.batch, progress),
         )
 
     def _run_model(
@@ -299,8 +301,11 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
     ) -> SamplerOutput | None:
         masks = None
         if masked_req_ids:
-            row_of = dict(zip(order.sampled.req_ids, order.sample_starts.tolist(), strict=True))
-            masks = TokenMasks.upload(self._receive_masks(), masked_req_ids, row_of, self.device)
+            filled = self._receive_masks()
+            places = order.places_of(masked_req_ids)
+            masks = TokenMasks.upload(filled, order.sample_starts[places], self.device)
+            if order.width > 1:
+                self.inputs.limit_samples(inputs.sample_requests, places, filled.counts)
         positions = inputs.next_positions[: len(logits)]
         if not order.decode_only:
             positions = inputs.next_positions.index_select(0, inputs.sample_indices)

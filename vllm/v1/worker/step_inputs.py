@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ from vllm.kernels.step import (
     accept,
     prepare,
 )
-from vllm.kernels.step.problem import COLUMNS, NEVER_ENDS, ON_DEVICE, STOPS
+from vllm.kernels.step.problem import ACCEPT_COUNT, COLUMNS, NEVER_ENDS, ON_DEVICE, STOPS
+from vllm.utils.torch_utils import to_device
 from vllm.v1.worker.input_batch import RequestState, StepOrder
 from vllm.v1.worker.staging import StagedArray, Uploads
 
@@ -168,6 +170,15 @@ class StepInputBuilder:
                 journal=journal,
             )
         )
+
+    def limit_samples(
+        self, sample_requests: Tensor, places: np.ndarray, counts: Sequence[int]
+    ) -> None:
+        """Of the requests at `places [n]` of a step's `sample_requests` only the first `counts [n]`
+        samples count, as many as have masks: no draft after them is accepted."""
+        limits = to_device(torch.from_numpy(np.stack([places, counts])), sample_requests.device)
+        column = sample_requests[:, ACCEPT_COUNT]
+        column.index_copy_(0, limits[0], limits[1].to(column.dtype))
 
     def accept_requests(self, sample_requests: Tensor, sampled: Tensor) -> Tensor:
         """Advance the rows by what was `sampled [samples]` in a step with these `sample_requests`;

@@ -95,8 +95,7 @@ class DraftPolicy:
     def _gained(self, decodes: Sequence[Request]) -> float:
         """Drafts of theirs that a step is expected to accept."""
         if self._last is None or self._last[0] is not decodes:
-            yields = (self._yield_of(request) for request in decodes if request.grammar is None)
-            self._last = decodes, sum(yields)
+            self._last = decodes, sum(self._yield_of(request) for request in decodes)
         return self._last[1]
 
     def _yield_of(self, request: Request) -> float:

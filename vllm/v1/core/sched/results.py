@@ -88,6 +88,9 @@ class SchedulerResults(SchedulerState):
         if runner_output.num_verified:
             verified = _in_order(scheduler_output, runner_output, runner_output.num_verified, 0)
             self._count_drafts(results, scheduled, verified)
+        for request_id, proposed in runner_output.draft_token_ids.items():
+            if request_id in self.requests:
+                self.requests[request_id].draft_token_ids = proposed
         if not self.counts_drafts:
             results = self._take_plain(results, special, scheduled, outputs)
         num_plain = {client_index: len(own) for client_index, own in outputs.items()}
@@ -187,6 +190,9 @@ class SchedulerResults(SchedulerState):
                 continue
             accepted = len(tokens) - 1
             self.draft_policy.observe(request, accepted)
+            if request.grammar is not None:
+                # Workers do not look at those from the first on that the grammar refuses.
+                drafts = min(len(request.draft_token_ids), len(scheduled[request.request_id]))
             if drafts:
                 request.num_verified_drafts += drafts
                 request.num_accepted_drafts += accepted

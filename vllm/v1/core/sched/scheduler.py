@@ -136,9 +136,8 @@ class Scheduler(SchedulerAdmission):
 
     @staticmethod
     def _drafts(request: Request) -> bool:
-        """Whether drafts may follow the request's newest token: it was sampled where they are, and
-        no grammar, which the host advances, has to know them."""
-        return request.num_computed_tokens >= request.num_told_tokens and request.grammar is None
+        """Whether drafts may follow the request's newest token: it was sampled where they are."""
+        return request.num_computed_tokens >= request.num_told_tokens
 
     def _add_running(
         self, step: StepPlan, request: Request, num_tokens: int, new_blocks: KVCacheBlocks
