@@ -64,17 +64,23 @@ def draw_options(rng: random.Random, family: str, extracts: bool) -> dict[str, A
         "watermark": rng.choice((0.0, 0.0, 0.1)),
         "seed": rng.randrange(1 << 30),
     }
+    if rng.random() < 0.5:
+        options["drafter"] = _draw_drafter(rng)
     if rng.random() < 0.6:
-        pages = _FEW_PAGES[family] * (2 if extracts else 1)
+        has_layers = "drafter" in options and options["drafter"]["method"] != "ngram"
+        pages = _FEW_PAGES[family] * (1 + extracts + has_layers)
         options["num_gpu_blocks_override"] = pages + rng.randrange(pages)
-    if rng.random() < 0.4:
-        options["drafter"] = {
-            "method": "ngram",
-            "num_speculative_tokens": rng.choice((1, 3, 5)),
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 3,
-        }
     return options
+
+
+def _draw_drafter(rng: random.Random) -> dict[str, Any]:
+    """Without layers, or with a state of one kind or another."""
+    num_drafts = {"num_speculative_tokens": rng.choice((1, 3, 5))}
+    draft = rng.choice((None, "llama", "qwen3_5"))
+    if draft is None:
+        lengths = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        return {"method": "ngram", **lengths, **num_drafts}
+    return {"method": "draft_model", "model": str(tiny_model(draft)), **num_drafts}
 
 
 @contextmanager
