@@ -244,3 +244,26 @@ def test_n_limit_is_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> 
     SamplingParams(n=2)
     with pytest.raises(VLLMValidationError, match="VLLM_MAX_N_SEQUENCES"):
         SamplingParams(n=3)
+
+
+GRAMMAR = StructuredOutputsParams(regex="[a-z]+")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ending", "on_device"),
+    [
+        ({}, {2, 9}, [2, 9]),
+        ({"ignore_eos": True}, {9}, [9]),
+        ({"min_tokens": 4}, {2, 9}, []),
+        ({"structured_outputs": GRAMMAR}, {2, 9}, [2, 9]),
+        # Before the grammar begins, after reasoning, an end of sequence does not end the text.
+        ({"structured_outputs": GRAMMAR, "ignore_eos": True}, {2, 9}, []),
+    ],
+)
+def test_the_device_knows_only_tokens_that_always_end_the_text(
+    fields: dict[str, Any], ending: set[int], on_device: list[int]
+) -> None:
+    params = SamplingParams(max_tokens=8, stop_token_ids=[9], **fields)
+    params.eos_token_ids = [2]
+    assert params.ending_token_ids == ending
+    assert params.device_stop_ids == on_device

@@ -201,8 +201,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     @property
     def device_stop_ids(self) -> list[int]:
         """Those of `ending_token_ids` that end the text in whichever step they are sampled and that
-        the device knows: none below `min_tokens`, 8 at most."""
-        return [] if self.min_tokens else sorted(self.ending_token_ids)[:8]
+        the device knows: none with `min_tokens`, nor where end-of-sequence ids that are ignored end
+        a grammar, which may begin after reasoning only; 8 at most."""
+        if self.min_tokens or (self.ignore_eos and self.structured_outputs is not None):
+            return []
+        return sorted(self.ending_token_ids)[:8]
 
     @property
     def penalises(self) -> bool:
