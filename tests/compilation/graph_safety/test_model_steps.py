@@ -32,6 +32,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import StepGraphs
@@ -147,6 +148,26 @@ def test_requests_sample_in_many_ways(runner: ModelRunner) -> None:
         driver.step()
     assert seen == [*VARIED, *VARIED][: len(seen)] and len(seen) >= len(VARIED)
     driver.restart()
+
+
+def test_some_requests_are_constrained() -> None:
+    """They take no token that the masks bar."""
+    config, masks = with_own_layers(settings(tiny_model("llama"))), MaskQueue()
+    with torch.no_grad(), set_current_vllm_config(config):
+        runner = ModelRunner(config, torch.device("cpu"), masks.receive)
+        runner.build_model()
+        runner.load_weights()
+        seen: list[int] = []
+
+        def launch(output: SchedulerOutput) -> None:
+            runner.execute_dummy(output)
+            rows = [runner.batch.requests[name].row for name in output.masked_req_ids]
+            seen.extend(runner.inputs.progress.tokens[rows, 0].tolist())
+
+        driver = Driver(runner, launch=launch, masks=masks)
+        for _ in range(12):
+            driver.step()
+    assert len(seen) > 3 and not any(token % 2 for token in seen)
 
 
 # ---- planted hazards -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from vllm.sampling_params import SamplingParams
@@ -15,6 +16,8 @@ from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.structured_output.mask_words import pack_tokens
+from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -38,6 +41,8 @@ VARIED = (
 _PROMPT = 24
 #: a step in so many has a prefill beside its decodes
 _MIXED = 4
+#: a request in so many follows a grammar
+_CONSTRAINED = 3
 
 
 @dataclass
@@ -48,13 +53,15 @@ class _Request:
     pages: list[int]
     prompt: list[int]
     sampling: SamplingParams
+    is_constrained: bool
     length: int = 0
 
 
 class Driver:
     """Every request has pages of its own for as many tokens as the model takes; steps follow from
     `seed` alone. Requests sample as `sampling` says, in turn. The arena is made here, with room for
-    all rows. `launch` runs a step to its end (None: `ModelRunner.execute_dummy`)."""
+    all rows. `launch` runs a step to its end (None: `ModelRunner.execute_dummy`). `masks`: where
+    the runner takes token masks from; some of the requests are then constrained."""
 
     def __init__(
         self,
@@ -62,8 +69,9 @@ class Driver:
         seed: int = 0,
         launch: Callable[[SchedulerOutput], None] | None = None,
         sampling: Sequence[SamplingParams] = GREEDY,
+        masks: MaskQueue | None = None,
     ) -> None:
-        self._sampling = sampling
+        self._sampling, self._masks = sampling, masks
         self.launch = runner.execute_dummy if launch is None else launch
         self._runner = runner
         self._longest = runner.model_config.max_model_len
@@ -142,10 +150,21 @@ class Driver:
             num_next_drafts=runner.width - 1,
         )
         output.finished_req_ids, self._ended = self._ended, set()
+        if self._masks is not None and width == 1:
+            self._constrain(output, self._masks)
         self.launch(output)
         for name in scheduled:
             row = runner.batch.requests[name].row
             self._live[name].length = int(runner.inputs.progress.computed[row])
+
+    def _constrain(self, output: SchedulerOutput, masks: MaskQueue) -> None:
+        """Every second token is barred, where a grammar would say which."""
+        names = [name for name in output.num_scheduled_tokens if self._live[name].is_constrained]
+        output.masked_req_ids = names
+        if names:
+            vocab = self._runner.vocab_size
+            words = pack_tokens([*range(0, vocab, 2)], vocab)
+            masks.send(np.repeat(words[None], len(names), axis=0))
 
     def _arrive(self) -> str:
         name = f"r{self._count}"
@@ -162,7 +181,8 @@ class Driver:
         length = self._random.randint(1, _PROMPT)
         prompt = [self._random.randrange(vocab) for _ in range(length)]
         sampling = self._sampling[(self._count - 1) % len(self._sampling)]
-        self._live[name] = _Request(tuple(blocks), pages, prompt, sampling)
+        constrained = self._masks is not None and self._count % _CONSTRAINED == 0
+        self._live[name] = _Request(tuple(blocks), pages, prompt, sampling, constrained)
         return name
 
     def _new_data(self, name: str) -> NewRequestData:

@@ -23,6 +23,7 @@ from vllm.compilation.graph_safety.simulator.trace import NotReplayable
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
+from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import StepGraphs
@@ -63,12 +64,12 @@ def check_steps(
 
     Raises ValueError for what a runner refuses on this platform, which must be the CPU.
     """
-    config = with_own_layers(vllm_config)
+    config, masks = with_own_layers(vllm_config), MaskQueue()
     with torch.no_grad(), set_current_vllm_config(config):
-        runner = ModelRunner(config, torch.device("cpu"))
+        runner = ModelRunner(config, torch.device("cpu"), masks.receive)
         runner.build_model()
         runner.load_weights()
-        return check_runner(runner, steps, progress)
+        return check_runner(runner, steps, progress, masks=masks)
 
 
 def check_runner(
@@ -79,12 +80,13 @@ def check_runner(
     recorder_of: type[Recorder] = Recorder,
     graph: type[SimulatedGraph] = SimulatedGraph,
     without_graphs: bool = True,
+    masks: MaskQueue | None = None,
 ) -> StepsReport:
     """The same for a runner whose model has its weights; its memory is made here. What records and
     what captures is the CPU's, or a GPU's for a runner there (`device.captured_graph`).
     `without_graphs`: compare with steps without them, too, which nothing pads: where bits do not
-    depend on the batch."""
-    driver = Driver(runner, sampling=VARIED)
+    depend on the batch. `masks`: where the runner takes token masks from."""
+    driver = Driver(runner, sampling=VARIED, masks=masks)
     recorder = recorder_of(weights_of(*runner.models))
     plan = plan_of(runner)
     for problem in size_problems(runner, plan):
