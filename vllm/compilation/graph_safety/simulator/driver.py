@@ -16,7 +16,7 @@ from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.structured_output.mask_words import pack_tokens
+from vllm.v1.structured_output.mask_words import FilledMasks, pack_tokens
 from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.input_batch import InputBatch
 from vllm.v1.worker.model_runner import ModelRunner
@@ -164,7 +164,8 @@ class Driver:
         if names:
             vocab = self._runner.vocab_size
             words = pack_tokens([*range(0, vocab, 2)], vocab)
-            masks.send(np.repeat(words[None], len(names), axis=0))
+            rows = np.repeat(words[None], len(names), axis=0)
+            masks.send(FilledMasks(rows, [1] * len(names)))
 
     def _arrive(self) -> str:
         name = f"r{self._count}"

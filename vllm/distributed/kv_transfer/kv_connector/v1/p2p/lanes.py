@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-#: so many jobs that all hang at once are not expected
+#: of all peers together; further jobs wait for one of them
 _MAX_THREADS = 512
 
 #: does not raise; gets the moment from which its peer is waited for (monotonic)

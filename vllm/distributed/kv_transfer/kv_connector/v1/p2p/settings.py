@@ -127,9 +127,9 @@ _KEYS = ("host", "port", "kv_lease_duration", "timeout_s", "staging_bytes", "all
 class P2pSettings:
     """`host`, `port`: where rank 0 of a producer answers its peers, rank *r* at `port + r`, counted
     over all replicas (0: any free port). `lease_s`: how long a producer keeps state that nobody
-    asks for. `timeout_s`: how long a consumer waits for one request's state. `staging_bytes`:
-    memory per rank and direction that state passes through. `allowed_peers`: where a client may
-    send a consumer. `extra`: keys of the transport."""
+    asks for. `timeout_s`: how long a consumer waits for a peer that answers nothing.
+    `staging_bytes`: memory per rank and direction that state passes through. `allowed_peers`: where
+    a client may send a consumer. `extra`: keys of the transport."""
 
     host: str
     port: int
