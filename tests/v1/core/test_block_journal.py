@@ -51,6 +51,23 @@ def test_every_use_of_a_block_has_its_own_generation() -> None:
         ]
 
 
+def test_groups_in_the_place_of_others_are_used_anew() -> None:
+    pool, journal = journaled(1, 1, num_pages=2)
+
+    def generation(group_id: int) -> int:
+        demands = [int(group_id == i) for i in range(2)]
+        blocks = pool.get_new_blocks(demands, [None, None])[group_id]
+        pool.free_blocks(blocks)
+        taken, freed = journal.take()
+        assert isinstance(taken, BlocksTaken) and freed == BlocksFreed(group_id, [1])
+        assert (taken.group_id, taken.block_ids) == (group_id, [1])
+        return taken.generations[0]
+
+    assert [generation(i) for i in (0, 1, 0, 1)] == [1, 1, 2, 2]
+    pool.pages.set_groups(1, [1])
+    assert [generation(i) for i in (0, 1, 0, 1)] == [3, 1, 4, 2]
+
+
 def test_cached_content_is_not_free_until_it_is_evicted() -> None:
     pool, journal = journaled(1, num_pages=2)
     ((block,),) = pool.get_new_blocks([1], [None])
