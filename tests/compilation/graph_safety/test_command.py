@@ -180,11 +180,13 @@ def test_a_gpu_captures_the_sizes_that_were_given(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(model_steps, "current_platform", Gpu())
     monkeypatch.setattr(model_steps, "check_devices", check)
+    monkeypatch.setattr(type(current_platform), "supports_graphs", True)
     args = EngineArgs(
         model=str(tiny_model("llama")),
         max_num_seqs=100,
         max_num_batched_tokens=2000,
         max_model_len=1000,
+        cudagraph_capture_sizes=[4, 100, 1000],
     )
     report = model_steps.with_steps(join_report("m", {}), args, 4)
     assert report.left == () and report.checks[-1].startswith(
@@ -193,6 +195,9 @@ def test_a_gpu_captures_the_sizes_that_were_given(monkeypatch: pytest.MonkeyPatc
     small, own = given
     assert (small.scheduler_config.max_num_seqs, own.scheduler_config.max_num_seqs) == (8, 100)
     assert own.scheduler_config.max_num_batched_tokens == 2000
+    assert own.compilation_config.decode_capture_sizes == [4, 100]
+    assert small.compilation_config.decode_capture_sizes[-1] == 8
+    assert "capture" not in report.checks[-1].partition("the steps had")[2]
     assert own.load_config.load_format == small.load_config.load_format == "dummy"
 
 

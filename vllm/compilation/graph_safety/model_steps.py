@@ -91,6 +91,8 @@ def check_model_steps(
     if current_platform.is_cuda():
         own = replace(args, **_ONE_WORKER)
         own_sizes = own.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        # Small steps have none of those that were given; `own_sizes` has all of them.
+        small |= dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
         config = replace(args, **small).create_engine_config()
         found = check_devices(config, steps, progress, own_sizes)
     else:
@@ -106,7 +108,7 @@ def check_model_steps(
 def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:
     """Which flags that were given the steps do not have, in words; nothing where there are none."""
     defaults = {field.name: field.default for field in fields(EngineArgs)}
-    given = {name: getattr(args, name) for name in small}
+    given = {name: getattr(args, name) for name, value in small.items() if value is not None}
     names = [n for n, value in given.items() if value not in (defaults[n], small[n])]
     parts = [f"--{n.replace('_', '-')} {small[n]} in place of {given[n]}" for n in names]
     return f"; the steps had {', '.join(parts)}" if parts else ""

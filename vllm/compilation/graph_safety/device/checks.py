@@ -171,8 +171,8 @@ def compare_steps(
     )
     run.done.append(
         f"{sum(report.replays.values())} replays of {report.captures} graphs compared launch by "
-        f"launch, with padding that may not write to state, and {len(report.addresses)} addresses "
-        "that are where they were"
+        f"launch, with padding that may not write to state and {len(report.addresses)} addresses "
+        "that may not change"
     )
     run.results += report.results
     # With a line, what a whole step shows is that hazard's; a race has none.

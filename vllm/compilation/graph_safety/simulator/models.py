@@ -52,7 +52,7 @@ class StepsReport:
             f"simulated captures: {self.captures} graphs on the CPU with made-up weights, "
             f"{sum(self.replays.values())} replays in {self.steps} decode, verify and mixed steps, "
             "each compared with eager launches, and the steps with steps without graphs, bit for "
-            f"bit; {len(self.addresses)} addresses that graphs read are where they were"
+            f"bit; {len(self.addresses)} addresses that graphs read were looked at"
         )
 
 
