@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import MakeEngine, prompts
+from parity_checks import MakeEngine, core_in_this_process, in_this_process, prompts
 
 from tests.distributed.kv_transfer.toy_connectors import StateReader
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.worker.state_journals import StateJournals
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.parity, core_in_this_process]
 
 INTERVALS = (2, 8)
 
@@ -283,6 +283,7 @@ def complete_where_read(make_engine: MakeEngine, interval: int) -> None:
     assert sum(others) <= len(others) * (1 / interval + 0.25)
 
 
+@in_this_process
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_a_connector_finds_complete_states_where_it_reads(
     interval: int, make_engine: MakeEngine
@@ -301,6 +302,7 @@ def _commit_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateReader, "will_read_recurrent_state", lambda self, metadata: True)
 
 
+@in_this_process
 @pytest.mark.parametrize("breakage", [_commit_in_turn, _commit_always])
 def test_states_that_are_incomplete_or_written_for_nobody_are_noticed(
     breakage: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from parity_checks import MakeEngine, prompts
+from parity_checks import MakeEngine, core_in_this_process, prompts
 from tiny_models import hf_reference_logits, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -53,6 +53,7 @@ def expected() -> list[torch.Tensor]:
     ]
 
 
+@core_in_this_process
 def test_bf16_state_is_smaller_and_close(make_engine: MakeEngine) -> None:
     """A prompt's state is rounded at the end of each chunk: n times, which leaves it right up to
     sqrt(n) 2^-9 (see tests/kernels/test_state_dtype.py). Log-probabilities of this checkpoint

@@ -24,6 +24,7 @@ from parity_checks import (
     generate,
     in_this_process,
     of_workers,
+    one_replica,
     one_stage,
     prompts,
 )
@@ -146,6 +147,7 @@ def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -
     assert [group.layers for group in llm.explain().groups] == [LAYERS]
 
 
+@one_replica
 def test_what_is_refused_changes_nothing(
     supernet: Supernet, make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_checks import MakeEngine
+from parity_checks import MakeEngine, one_stage
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -85,6 +85,7 @@ def test_placements_differ_as_their_card_says() -> None:
             assert one > 1.1 * all_of_it
 
 
+@one_stage
 def test_the_engine_finds_the_same(make_engine: MakeEngine) -> None:
     """All placements in one batch, in chunks."""
     llm = make_engine(
