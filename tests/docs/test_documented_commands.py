@@ -81,6 +81,7 @@ ELSEWHERE = {
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm graph-check my_model.py": "tests/compilation/graph_safety/test_command.py",
+    "vllm graph-check tests/compilation": "tests/compilation/graph_safety/test_planted.py",
     "vllm bench acceptance --": "tests/benchmarks/test_acceptance.py",
     "vllm bench serve --": "tests/e2e/test_documented_server.py",
     "vllm bench startup MODEL": "tests/benchmarks/test_bench_startup.py; its flags: below",
