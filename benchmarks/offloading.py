@@ -8,8 +8,9 @@
   the same bytes;
 - serve: tokens per second of requests that find nothing, with the tier and without;
 - reload: seconds to the first token of a prompt that is computed and of one that is loaded;
-- trace: prompt tokens found of the agent trace with a quarter of the memory that holds everything
-  and a host tier behind it, against all of that memory;
+- trace: prompt tokens found of the agent trace with a part of the memory that holds everything and
+  a host tier behind it, against all of that memory, and against the part alone; where that finds
+  nearly as much, the trace says nothing about the tier, and the benchmark says so;
 - policies: prompt tokens that the trace finds by the host tier's order of eviction, with parts of
   the memory on the device and as much in the host; simulated, with blocks of attention alone.
 
@@ -55,6 +56,8 @@ from vllm.v1.kv_cache_interface import ArenaPlan, GroupPlan, KVCacheConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("copy", "serve", "reload", "trace", "policies")
+#: part of the ideal hits from which on the device needs no tier
+ENOUGH = 0.9
 ON_GPU = current_platform.device_type == "cuda"
 
 
@@ -198,19 +201,36 @@ def measure_reload(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_trace(args: argparse.Namespace) -> dict[str, Any]:
-    """First with memory for everything, to know how much that is."""
+    """First with memory for everything, to know how much that is. Prints whether the trace needs
+    the tier at all."""
     trace, sizes = _trace(args)
     ample = int(args.trace_mb * 1e6)
     ideal, used = _replay(args, trace, kv_cache_memory_bytes=ample, **sizes)
-    tier, _ = _replay(args, trace, host_bytes=used, kv_cache_memory_bytes=used // 4, **sizes)
-    alone, _ = _replay(args, trace, kv_cache_memory_bytes=used // 4, **sizes)
+    small = {"kv_cache_memory_bytes": int(used * args.device_part), **sizes}
+    tier, _ = _replay(args, trace, host_bytes=used, **small)
+    alone, _ = _replay(args, trace, **small)
+    if (notice := no_difference(ideal, alone)) is not None:
+        print(notice)
     return {
         "MB that hold everything": used / 1e6,
         "found with all of it": ideal,
-        "found with a quarter": alone,
-        "found with a quarter and the tier": tier,
+        "part of it on the device": args.device_part,
+        "found with the part": alone,
+        "found with the part and the tier": tier,
         "of the ideal hits": tier / ideal,
+        "of the ideal hits alone": alone / ideal,
     }
+
+
+def no_difference(ideal: float, alone: float) -> str | None:
+    """What to say of a trace of which the device alone finds nearly all."""
+    if alone < ENOUGH * ideal:
+        return None
+    return (
+        f"  THIS TRACE DOES NOT DISCRIMINATE: the part of the memory alone finds {alone:.1%}, all "
+        f"of it {ideal:.1%}, so the tier has nothing to add; raise --conversations and --active, "
+        "or lower --device-part"
+    )
 
 
 def measure_policies(args: argparse.Namespace) -> dict[str, Any]:
@@ -277,7 +297,7 @@ def _store(tier: Tier, name: BlockHashWithGroupId) -> None:
 
 def _trace(args: argparse.Namespace) -> tuple[list[TraceRequest], dict[str, Any]]:
     """The requests, and the sizes of an engine that takes them."""
-    base = TraceConfig(conversations=args.conversations, active=4)
+    base = TraceConfig(conversations=args.conversations, active=args.active)
     trace = make_trace(scaled(base, args.scale))
     longest = max(len(request.tokens) for request in trace)
     return trace, {"max_model_len": longest, "max_num_seqs": args.concurrency}
@@ -315,6 +335,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--reload-tokens", type=int, default=8192 if ON_GPU else 2048)
     add("--repeats", type=int, default=3)
     add("--conversations", type=int, default=60 if ON_GPU else 20)
+    add("--active", type=int, default=24, help="Conversations that go on at a time.")
+    add("--device-part", type=float, default=1 / 16, help="Of the memory that holds everything.")
     add("--concurrency", type=int, default=4 if ON_GPU else 2)
     add("--scale", type=float, default=1.0 if ON_GPU else 0.25, help="Of the trace's lengths.")
     add("--policy-conversations", type=int, default=100)
