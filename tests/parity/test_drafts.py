@@ -20,11 +20,13 @@ from draft_scenarios import (
     compare,
     constraints,
     engine,
+    grammars,
     preemptions,
     with_drafts,
 )
 from parity_checks import MakeEngine, core_in_this_process, one_stage, prompts
 
+from tests.nightly import nightly
 from vllm import SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -52,15 +54,18 @@ def test_other_layers(family: str, make_engine: MakeEngine) -> None:
     with_drafts(make_engine, batches, 4, family=family)
 
 
-@pytest.mark.parametrize("scenario", [batches, preemptions], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "scenario", [batches, preemptions, *nightly(grammars)], ids=lambda f: f.__name__
+)
 def test_every_use_of_state_is_checked(
     scenario: Callable[[Run], None], make_engine: MakeEngine
 ) -> None:
     with_drafts(make_engine, scenario, 4, sanitize=True, enable_prefix_caching=True)
 
 
-def test_without_steps_in_flight(make_engine: MakeEngine) -> None:
-    with_drafts(make_engine, a_conversation, 4, async_scheduling=False, enable_prefix_caching=True)
+@pytest.mark.parametrize("scenario", [a_conversation, *nightly(grammars)], ids=lambda f: f.__name__)
+def test_without_steps_in_flight(scenario: Callable[[Run], None], make_engine: MakeEngine) -> None:
+    with_drafts(make_engine, scenario, 4, async_scheduling=False, enable_prefix_caching=True)
 
 
 def one_grammar(run: Run) -> None:
