@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.draft_models import TINY, Eagle3Reference, eagle3_tensors, gen, write_eagle3
+from tests.dflash_models import Block, DFlashReference, dflash_tensors, write_dflash
+from tests.draft_models import (
+    TINY,
+    Eagle3Reference,
+    MtpReference,
+    Shape,
+    eagle3_tensors,
+    gen,
+    mtp_tensors,
+    rms,
+    with_mtp,
+    write_eagle3,
+    write_speculators_mtp,
+)
 from tests.tiny_models import tiny_model
 from vllm.benchmarks.acceptance import HiddenStateDataset, RoundCounts, count_rounds, replies
+from vllm.benchmarks.block_drafts import BlockDrafts
 from vllm.benchmarks.draft_chains import DraftChains
+from vllm.benchmarks.mtp_chains import MtpChains
+from vllm.benchmarks.target_tensors import TargetTensors
 from vllm.config import ModelConfig
+from vllm.config.draft_methods.dflash import DFlashSettings
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
@@ -62,6 +80,55 @@ def test_chains_are_the_references(
     following = torch.tensor(IDS[1:])
     expected = reference.chains(fused, following, 4, range(1, len(IDS)))
     assert found.tolist() == [expected[n][0] for n in range(1, len(IDS))]
+
+
+@pytest.mark.parametrize("speculators", [False, True])
+def test_the_targets_own_head_is_the_references(speculators: bool, tmp_path: Path) -> None:
+    tensors = mtp_tensors(TINY)
+    path = with_mtp(tiny_model("qwen3_5"), tmp_path / "mtp", tensors)
+    head = write_speculators_mtp(tmp_path / "head", path, tensors) if speculators else path
+    text, shared = ModelConfig(model=str(path)).hf_text_config, TargetTensors(str(path))
+    chains = MtpChains(text, load_file(head / "model.safetensors"), shared, len(IDS))
+    found = chains.drafts(STREAMS[:-1, 3:], torch.tensor(IDS), 4)
+    weights = [shared.embedding.double(), shared.output_head.double()]
+    reference = MtpReference(tensors, TINY, *weights, rotary_dim=8, theta=1e7)
+    hidden = rms(STREAMS[:-1, 3].double(), shared.final_norm.double(), one_plus=True)
+    expected = reference.chains(hidden, torch.tensor(IDS[1:]), 4, range(1, len(IDS)))
+    assert found.tolist() == [expected[n][0] for n in range(1, len(IDS))]
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"),
+    [
+        (Block(size=5, windows=(None, 6)), TINY),
+        (Block(size=4, windows=(6,), non_causal=True, from_anchor=True), TINY),
+        (Block(size=4), replace(TINY, draft_vocab=TINY.vocab)),
+    ],
+)
+def test_blocks_are_the_references(
+    block: Block, shape: Shape, target: Path, tmp_path: Path
+) -> None:
+    tensors, depth = dflash_tensors(shape, block), block.size - block.first
+    path = write_dflash(tmp_path, target, shape, block)
+    settings = DFlashSettings(model=str(path)).resolved(ModelConfig(model=str(target)), None)
+    shared = TargetTensors(str(target))
+    blocks = BlockDrafts(
+        settings.draft.hf_config, load_file(path / "model.safetensors"), shared, len(IDS)
+    )
+    found = blocks.drafts(STREAMS[:-1, :3], torch.tensor(IDS), depth)
+    weights = [shared.embedding.double(), shared.output_head.double()]
+    reference = DFlashReference(tensors, shape, block, *weights)
+    streams = STREAMS[:-1, :3].double()
+    fused = reference.fuse(streams[:, 0], list(streams.unbind(1)))
+    expected = reference.chains(fused, torch.tensor(IDS[1:]), depth, range(1, len(IDS)))
+    assert found.tolist() == [expected[n][0] for n in range(1, len(IDS))]
+
+
+def test_a_drafter_that_reads_no_hidden_states(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(target, tiny_model("qwen3_5"), write_dataset(tmp_path / "d", [1, 2, 3, 4])) == 1
+    assert "drafts by draft_model, which reads no hidden states" in capsys.readouterr().err
 
 
 def test_rounds_of_a_reply() -> None:

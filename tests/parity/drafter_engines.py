@@ -16,6 +16,7 @@ from draft_models import (
     Eagle3Reference,
     HeadReference,
     MtpReference,
+    Shape,
     eagle3_tensors,
     gen,
     mtp_tensors,
@@ -24,7 +25,8 @@ from draft_models import (
     write_eagle3,
 )
 from parity_checks import MakeEngine
-from tiny_models import hf_model, hf_reference_logits, tiny_model
+from safetensors.torch import load_file, save_file
+from tiny_models import hf_model, hf_reference_logits, make_tiny, tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
@@ -247,3 +249,31 @@ def check_proposals(run: Watched, method: Method | SmallModel) -> float:
 def always(policy: DraftPolicy, decodes: list[Any]) -> int:
     """These heads are random: what they draft is hardly ever accepted, which never pays."""
     return policy.num_drafts
+
+
+def nearly_a_bigram_model(root: Path) -> Path:
+    """A target whose tokens follow mostly from the one before, and a head that knows it."""
+    sizes = {"vocab_size": 256, "head_dim": 16, "intermediate_size": 128}
+    heads = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    ends = {"eos_token_id": 2, "pad_token_id": 3}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    path = make_tiny("qwen3_5", root / "plain", rope_parameters=rope, **sizes, **heads, **ends)
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        amp = 0.25 if tensor.dim() == 1 else 0.2
+        if name.endswith("embed_tokens.weight"):
+            amp = 1.0
+        elif any(part in name for part in ("A_log", "dt_bias", "conv1d")):
+            amp = 0.5
+        elif any(part in name for part in ("o_proj", "out_proj", "down_proj")):
+            amp = 0.02
+        center = 1.0 if "linear_attn.norm" in name else 0.0
+        tensors[name] = gen(name, tensor.shape, amp, center).float()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    head = mtp_tensors(Shape())
+    for name in head:
+        if "o_proj" in name or "down_proj" in name:
+            head[name] = gen(name, head[name].shape, 0.02)
+    head["mtp.fc.weight"] = torch.eye(64, 128).double() + gen("mtp.fc.noise", [64, 128], 0.02)
+    head["mtp.norm.weight"] = tensors["model.norm.weight"].double()
+    return with_mtp(path, root / "drafting", head)

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from draft_models import (
-    Shape,
-    gen,
-    mtp_tensors,
-    with_mtp,
-)
 from draft_scenarios import a_conversation
-from drafter_engines import DRAFTS, Methods, Watched, always, check_proposals, engine
+from drafter_engines import (
+    DRAFTS,
+    Methods,
+    Watched,
+    always,
+    check_proposals,
+    engine,
+    nearly_a_bigram_model,
+)
 from parity_checks import MakeEngine, in_this_process, prompts
-from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny
 
 from vllm import SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
@@ -263,34 +263,6 @@ def test_hidden_states_beside_a_head(
 KNOWN_TRACE = [1, 0, 1, 1, 0, 1, 1, 0, 2, 3, 0, 3, 2, 0, 1, 1, 0, 2, 3, 0, 3, 2]
 
 
-def _nearly_a_bigram_model(root: Path) -> Path:
-    """A target whose tokens follow mostly from the one before, and a head that knows it."""
-    sizes = {"vocab_size": 256, "head_dim": 16, "intermediate_size": 128}
-    heads = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    ends = {"eos_token_id": 2, "pad_token_id": 3}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    path = make_tiny("qwen3_5", root / "plain", rope_parameters=rope, **sizes, **heads, **ends)
-    tensors = {}
-    for name, tensor in load_file(path / "model.safetensors").items():
-        amp = 0.25 if tensor.dim() == 1 else 0.2
-        if name.endswith("embed_tokens.weight"):
-            amp = 1.0
-        elif any(part in name for part in ("A_log", "dt_bias", "conv1d")):
-            amp = 0.5
-        elif any(part in name for part in ("o_proj", "out_proj", "down_proj")):
-            amp = 0.02
-        center = 1.0 if "linear_attn.norm" in name else 0.0
-        tensors[name] = gen(name, tensor.shape, amp, center).float()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    head = mtp_tensors(Shape())
-    for name in head:
-        if "o_proj" in name or "down_proj" in name:
-            head[name] = gen(name, head[name].shape, 0.02)
-    head["mtp.fc.weight"] = torch.eye(64, 128).double() + gen("mtp.fc.noise", [64, 128], 0.02)
-    head["mtp.norm.weight"] = tensors["model.norm.weight"].double()
-    return with_mtp(path, root / "drafting", head)
-
-
 def test_a_known_trace_of_acceptance(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -298,7 +270,7 @@ def test_a_known_trace_of_acceptance(
     run = Watched(
         make_engine(
             "qwen3_5",
-            model=str(_nearly_a_bigram_model(tmp_path)),
+            model=str(nearly_a_bigram_model(tmp_path)),
             speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTS},
             async_scheduling=False,
         )

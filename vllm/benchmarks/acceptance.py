@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm bench acceptance`: how many drafts would be accepted, without serving.
 
-A dataset of hidden states (docs/extraction.md) has all that an EAGLE-3 head reads. Where its tokens
-are the target's own, each round of speculation over them is known: the head drafts, the tokens say
-what the target accepts.
+A dataset of hidden states (docs/extraction.md) has all that a head on the target reads. Where its
+tokens are the target's own, each round of speculation over them is known: the head drafts, the
+tokens say what the target accepts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import PositiveInt
 from tqdm import tqdm
@@ -26,19 +26,21 @@ from vllm.utils.options import config, option
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm.benchmarks.draft_chains import DraftChains
-    from vllm.config.draft_methods.eagle3 import Eagle3Settings
+    from vllm.config.draft_methods.base import DraftSettings
+    from vllm.config.model import ModelConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-DESCRIPTION = "Predict how many drafts of an EAGLE-3 head a target would accept, from a dataset."
+DESCRIPTION = "Predict how many drafts of a head a target would accept, from a dataset."
 
 
 @config
 class AcceptanceArgs:
     """What drafts, for whom, and over which tokens."""
 
-    model: str = option(default="", help="The target: name or directory. Only its config is read.")
-    drafter: str = option(default="", help="Checkpoint of the head.")
+    model: str = option(default="", help="The target: name or directory.")
+    drafter: str = option(
+        default="", help="Checkpoint of the head; the target's own for the head in it."
+    )
     dataset: str = option(
         default="",
         help="Directory of hidden states; rounds are counted where its loss mask is 1.",
@@ -89,50 +91,76 @@ def as_result(counts: RoundCounts) -> dict[str, Any]:
     }
 
 
+class Predicts(Protocol):
+    """One kind of drafter."""
+
+    def drafts(self, streams: Tensor, token_ids: Tensor, depth: int) -> Tensor:
+        """`streams [n, layers read, hidden]`, `token_ids [n + 1]` of the rows and the one after.
+        Returns `[n, depth]` ids: row t has the drafts of the tokens at t + 2 and later."""
+        ...
+
+
 def predict(args: AcceptanceArgs) -> RoundCounts:
     """Draft after every token of the dataset, and count the rounds."""
     import torch
 
-    settings = _settings(args)
+    from vllm.engine.arg_utils import EngineArgs
+
+    target = EngineArgs(model=args.model).create_engine_config().model_config
+    settings = _settings(args, target)
     depth = settings.num_speculative_tokens
     dataset = HiddenStateDataset.open(Path(args.dataset), args.num_samples)
-    columns = dataset.columns_of(settings.layer_ids)
-    chains = _chains(settings, dataset.longest)
+    # The head of the target's own checkpoint reads its output.
+    columns = dataset.columns_of(settings.layer_ids or (target.get_num_layers(),))
+    drafter = _drafter(settings, target, args.drafter, dataset.longest)
     counts = RoundCounts(depth)
     for sample in tqdm(dataset.samples(), "Drafting", dataset.num_samples, dynamic_ncols=True):
         ids = sample.token_ids
         if len(ids) < 2:
             continue
         streams = sample.hidden_states[:-1, columns]
-        drafts = chains.drafts(streams, torch.tensor(ids), depth).tolist()
+        drafts = drafter.drafts(streams, torch.tensor(ids), depth).tolist()
         for start, stop in replies(sample.loss_mask):
             count_rounds(counts, ids, drafts, range(start, stop))
     return counts
 
 
-def _settings(args: AcceptanceArgs) -> Eagle3Settings:
-    """As a server would resolve them, with its checks."""
-    from vllm.config.draft_methods.eagle3 import Eagle3Settings
-    from vllm.engine.arg_utils import EngineArgs
+def _settings(args: AcceptanceArgs, target: ModelConfig) -> DraftSettings:
+    """As a server would resolve them, with its checks. `VLLMValidationError` for a drafter that
+    reads no hidden states."""
+    from vllm.config.draft_methods import resolve_method, settings_of
 
-    target = EngineArgs(model=args.model).create_engine_config().model_config
-    given = Eagle3Settings(
-        model=args.drafter, num_speculative_tokens=args.num_speculative_tokens or 0
-    )
-    return given.resolved(target, None)
+    own = Path(args.drafter).resolve() == Path(args.model).resolve()
+    method = "mtp" if own else resolve_method(None, args.drafter)
+    given: dict[str, Any] = {"model": args.drafter}
+    if args.num_speculative_tokens is not None:
+        given["num_speculative_tokens"] = args.num_speculative_tokens
+    if method not in ("dflash", "eagle3", "mtp"):
+        raise VLLMValidationError(
+            f"--drafter {args.drafter} drafts by {method}, which reads no hidden states of a "
+            "dataset; dflash, eagle3 and mtp do",
+            "drafter",
+        )
+    return settings_of(method, given).resolved(target, None)
 
 
-def _chains(settings: Eagle3Settings, longest: int) -> DraftChains:
+def _drafter(
+    settings: DraftSettings, target: ModelConfig, checkpoint: str, longest: int
+) -> Predicts:
+    """The plain form of what the settings name, for sequences of up to `longest` tokens."""
+    from vllm.benchmarks.block_drafts import BlockDrafts
     from vllm.benchmarks.draft_chains import DraftChains
-    from vllm.model_executor.model_loader.weight_utils import (
-        checkpoint_dir,
-        safetensors_files,
-        safetensors_weights_iterator,
-    )
+    from vllm.benchmarks.mtp_chains import MtpChains
+    from vllm.benchmarks.target_tensors import TargetTensors, checkpoint_tensors
+    from vllm.config.draft_methods.dflash import DFlashSettings
+    from vllm.config.draft_methods.eagle3 import Eagle3Settings
 
-    plan = safetensors_files(checkpoint_dir(settings.draft.model, None, None, ()))
-    tensors = dict(safetensors_weights_iterator(plan))
-    return DraftChains(settings.draft.hf_config, tensors, longest)
+    tensors, shared = dict(checkpoint_tensors(checkpoint)), TargetTensors(str(target.model))
+    if isinstance(settings, Eagle3Settings):
+        return DraftChains(settings.draft.hf_config, tensors, longest)
+    if isinstance(settings, DFlashSettings):
+        return BlockDrafts(settings.draft.hf_config, tensors, shared, longest)
+    return MtpChains(target.hf_text_config, tensors, shared, longest)
 
 
 def _save_picture(path: str, counts: RoundCounts) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an EAGLE-3 head would draft after every token of a text, all at once and without an engine.
+Heads of other kinds: `mtp_chains`, `block_drafts`.
 
 The plain form of `vllm.model_executor.models.eagle3`, whose docstring has the equations. Rows of
 the text are computed once, from the target's hidden states. A chain of drafts after row t sees the
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from vllm.transformers_utils.configs.eagle3 import Eagle3Config
 
 #: rows whose scores are in memory at a time
-_ROWS = 256
+ROWS = 256
 _OWN = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass
-class _Cache:
+class ChainCache:
     """One layer's keys and values, `[rows, kv heads, head_dim]`: of the text, and of each step of
     the chains, where row t belongs to the chain after row t."""
 
@@ -71,7 +72,7 @@ class DraftChains:
         Returns `[n, depth]` ids: row t has the drafts of the tokens at t + 2 and later."""
         hidden = self._fuse(streams.float())
         tokens = token_ids[1:]
-        caches = [_Cache([], []) for _ in range(self.layers.num_hidden_layers)]
+        caches = [ChainCache([], []) for _ in range(self.layers.num_hidden_layers)]
         found = []
         for ahead in range(depth):
             normed, hidden = self._step(hidden, tokens, ahead, caches)
@@ -90,7 +91,7 @@ class DraftChains:
         return self._linear(joined, "fc")
 
     def _step(
-        self, hidden: Tensor, tokens: Tensor, ahead: int, caches: list[_Cache]
+        self, hidden: Tensor, tokens: Tensor, ahead: int, caches: list[ChainCache]
     ) -> tuple[Tensor, Tensor]:
         """What `lm_head` takes and what the next step starts from; `ahead` 0 is the text."""
         normed = self._norm(hidden, "layers.0.hidden_norm")
@@ -108,7 +109,7 @@ class DraftChains:
         out = self._norm(stream, "norm")
         return out, out if self.config.norm_output else stream
 
-    def _attention(self, x: Tensor, index: int, ahead: int, cache: _Cache) -> Tensor:
+    def _attention(self, x: Tensor, index: int, ahead: int, cache: ChainCache) -> Tensor:
         name, size = f"layers.{index}.self_attn.", self.layers.head_dim
         q, k, v = (self._linear(x, f"{name}{p}_proj").unflatten(-1, (-1, size)) for p in "qkv")
         if f"{name}q_norm.weight" in self._t:
@@ -118,12 +119,7 @@ class DraftChains:
         cache.values.append(v)
         slides = self.layers.layer_types[index] == "sliding_attention"
         window = self.layers.sliding_window if slides else None
-        out = torch.cat(
-            [
-                _attend(q, slice(first, first + _ROWS), ahead, cache, window)
-                for first in range(0, len(q), _ROWS)
-            ]
-        )
+        out = attend(q, ahead, cache, window)
         return self._linear(out.flatten(1), f"{name}o_proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
@@ -134,7 +130,14 @@ class DraftChains:
         return x * torch.rsqrt(variance + self.layers.rms_norm_eps) * self._t[f"{name}.weight"]
 
 
-def _attend(q: Tensor, rows: slice, ahead: int, cache: _Cache, window: int | None) -> Tensor:
+def attend(q: Tensor, ahead: int, cache: ChainCache, window: int | None) -> Tensor:
+    """Step `ahead` of all chains, `q [rows, heads, head_dim]`, over the cache with the step's own
+    keys and values in it; as `q`."""
+    parts = range(0, len(q), ROWS)
+    return torch.cat([_attend(q, slice(i, i + ROWS), ahead, cache, window) for i in parts])
+
+
+def _attend(q: Tensor, rows: slice, ahead: int, cache: ChainCache, window: int | None) -> Tensor:
     """`rows` of step `ahead`: `[rows, heads, head_dim]`."""
     text_keys, text_values = cache.keys[0], cache.values[0]
     kv_heads, size = text_keys.shape[1:]
