@@ -78,6 +78,7 @@ SMOKE: dict[str, list[str]] = {
 ELSEWHERE = {
     "make ": "the steps of CI; its targets are checked below",
     "export ": "sets a variable of the commands after it",
+    "vllm bench scaling benchmarks/qwen3_5_27b": "needs several GPUs of 80 GB",
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm graph-check my_model.py": "tests/compilation/graph_safety/test_command.py",
