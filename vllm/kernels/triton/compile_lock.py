@@ -2,14 +2,14 @@
 """Processes of a host compile each kernel once: the others wait, and read it from Triton's cache.
 
 The locks are files in that cache, so whoever shares it shares them, also two servers. A process
-that ends, however, lets go of its own.
+that ends, however it does, lets go of its own.
 """
 
 import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +39,9 @@ def compiling(what: str, *, wait: bool) -> Iterator[bool]:
         held = _lock(fd, wait)
         yield held
     finally:
+        # Closing alone would leave it to a process that was forked meanwhile.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 
