@@ -25,7 +25,9 @@ HIDDEN, MLP, WINDOW = 64, 96, 8
 Tensors = dict[str, Tensor]
 Description = dict[str, Any]
 
-ROTARY = {"type": "mistral_1d", "theta": 10000.0}
+#: not the base that `get_rope` takes by default, and another one for windows
+ROTARY = {"type": "mistral_1d", "theta": 500.0}
+WINDOW_ROTARY = {"type": "mistral_1d", "theta": 30000.0}
 MIXERS: dict[str, Description] = {
     "attention": {
         "type": "attention",
@@ -41,7 +43,7 @@ MIXERS: dict[str, Description] = {
         "head_groups": 2,
         "head_size": 16,
         "window_size": WINDOW,
-        "rotary": ROTARY,
+        "rotary": WINDOW_ROTARY,
         "query_layer": {"bias": {"enabled": True}},
         "value_layer": {"bias": {"enabled": True}},
         "dense_layer": {"bias": {"enabled": True}},

@@ -208,7 +208,7 @@ def test_a_pattern_repeats_and_ties(tmp_path):
     [
         {
             "type": "llama3",
-            "theta": 10000.0,
+            "theta": 500.0,
             "scale_factor": 8.0,
             "low_frequency_factor": 1.0,
             "high_frequency_factor": 4.0,
@@ -216,7 +216,7 @@ def test_a_pattern_repeats_and_ties(tmp_path):
         },
         {
             "type": "yarn",
-            "theta": 10000.0,
+            "theta": 500.0,
             "scale_factor": 4.0,
             "attention_factor": None,
             "beta_fast": 8.0,
