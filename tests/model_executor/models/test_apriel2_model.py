@@ -17,10 +17,7 @@ from apriel2_models import (
     MIXERS,
     WINDOW,
     Reference,
-    convolution,
-    delta_rule,
     fixed,
-    gated_norm,
     inverse_frequencies,
     make_tensors,
     pattern,
@@ -66,73 +63,6 @@ def assert_logits(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.fixture(scope="module", params=list(LAYOUTS))
 def model(request, tmp_path_factory) -> tuple[Path, Reference]:
     return checkpoint(tmp_path_factory.mktemp("apriel2"), LAYOUTS[request.param])
-
-
-# ---- golden vectors ------------------------------------------------------------------------------
-
-Q, K = [[1, 0], [0.5, -0.5], [0.2, 0.9]], [[0.6, 0.8], [1, -1], [0, 2]]
-V, A, B = [[1, 2], [-1, 0.5], [0.25, -0.75]], [0, 1, -1], [0, 2, -1]
-
-
-def test_golden_vectors_of_the_delta_rules():
-    """One head, worked out elsewhere; decays of the token, then of its key channels."""
-    q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
-    softplus = torch.nn.functional.softplus
-    o, state = delta_rule(q, k, v, -0.5 * softplus(a + 0.25), b.sigmoid())
-    golden = [[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]]
-    torch.testing.assert_close(o, torch.tensor(golden, dtype=torch.float64), atol=2e-6, rtol=0)
-    final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]], dtype=torch.float64)
-    torch.testing.assert_close(state, final, atol=2e-6, rtol=0)
-    f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
-    g = -0.5 * softplus(f + torch.tensor([0.25, -0.25]))
-    o, state = delta_rule(q, k, v, g, b.sigmoid())
-    golden = [[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]]
-    torch.testing.assert_close(o, torch.tensor(golden, dtype=torch.float64), atol=2e-6, rtol=0)
-    final = torch.tensor([[-0.358390, 0.720391], [0.494133, -0.101098]], dtype=torch.float64)
-    torch.testing.assert_close(state, final, atol=2e-6, rtol=0)
-
-
-def test_golden_vectors_of_convolution_and_norm():
-    taps = torch.tensor([[[0.1, -0.2, 0.3, 0.5]]], dtype=torch.float64)
-    x = torch.tensor([[1.0], [-1], [2], [0.5]], dtype=torch.float64)
-    golden = torch.tensor([0.311230, -0.090033, 0.311230, 0.873438], dtype=torch.float64)
-    torch.testing.assert_close(convolution(x, taps)[:, 0], golden, atol=2e-6, rtol=0)
-    x, w, z = (torch.tensor(t, dtype=torch.float64) for t in ([3, 4], [1, 0.5], [1, -2]))
-    for activation, golden in (("silu", [0.620324, -0.134863]), ("sigmoid", [0.620324, 0.067431])):
-        found = gated_norm(x, z, w, 1e-5, activation)
-        torch.testing.assert_close(
-            found, torch.tensor(golden, dtype=found.dtype), atol=2e-6, rtol=0
-        )
-
-
-def test_golden_vectors_of_our_kernels():
-    """The engine's reference, against which all other kernels are tested, on the same inputs."""
-    from vllm.kernels.naive import NaiveKernels
-    from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
-    from vllm.model_executor.layers.fla.ops.kda.problem import KdaGates, KdaPrefill
-
-    q, k, v, a, b = (torch.tensor(x, dtype=torch.float64) for x in (Q, K, V, A, B))
-    made = dict(
-        state_indices=torch.tensor([0], dtype=torch.int32),
-        has_initial_state=torch.tensor([False]),
-        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
-    )
-    qkv, A_log = torch.cat([q, k, v], dim=-1), torch.tensor([0.5]).double().log()
-    state, out = torch.full((1, 1, 2, 2), torch.nan).double(), torch.zeros(3, 1, 2).double()
-    chunks = dict(chunk_indices=torch.zeros(1, 2), chunk_offsets=torch.zeros(2))
-    gates = (a[:, None], b[:, None], A_log, torch.tensor([0.25]).double())
-    NaiveKernels().gdn_prefill(GdnPrefill(qkv, *gates, state, out=out, **made, **chunks))
-    golden = torch.tensor([[0.212132, 0.424264], [-0.625629, 0.305783], [0.317074, -0.048605]])
-    torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
-    final = torch.tensor([[-0.379477, 0.524242], [0.543678, -0.186913]]).double()
-    torch.testing.assert_close(state[0, 0].mT, final, atol=2e-6, rtol=0)
-    f = torch.tensor([[0, 1], [1, -1], [-2, 0.5]], dtype=torch.float64)
-    bias = torch.tensor([[0.25, -0.25]]).double()
-    kda_gates = KdaGates(f[:, None], b[:, None], A_log, bias)
-    kda = KdaPrefill(qkv, kda_gates, state, out=out, **made, **chunks)
-    NaiveKernels().kda_prefill(kda)
-    golden = torch.tensor([[0.212132, 0.424264], [-0.635398, 0.286246], [0.286110, 0.040718]])
-    torch.testing.assert_close(out[:, 0], golden.double(), atol=2e-6, rtol=0)
 
 
 # ---- logits --------------------------------------------------------------------------------------
