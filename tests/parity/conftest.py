@@ -41,7 +41,7 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
 
     With VLLM_TEST_LAYOUT they have its workers, unless the arguments say how many there are."""
     import torch
-    from parity_checks import LAYOUT_SETTINGS, MULTIPROCESSING
+    from parity_checks import LAYOUT, LAYOUT_SETTINGS, MOST_RANKS, MULTIPROCESSING
     from tiny_models import tiny_model
 
     from vllm import LLM
@@ -63,6 +63,8 @@ def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
         }
         if not LAYOUT_SETTINGS.keys() & kwargs.keys():
             settings.update(LAYOUT_SETTINGS)
+            if LAYOUT.tp > (most := MOST_RANKS.get(family, LAYOUT.tp)):
+                pytest.skip(f"no more than {most} ranks can share {family}")
         settings.update(kwargs)
         engines.append(LLM(**settings))
         return engines[-1]

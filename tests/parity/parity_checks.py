@@ -36,6 +36,9 @@ LAYOUT_SETTINGS = {name: size for name, size in LAYOUT.flags.items() if size is 
 LAYOUT_FLAGS = ["-tp", str(LAYOUT.tp), "-pp", str(LAYOUT.pp), "-dp", str(LAYOUT.dp)]
 #: value of VLLM_ENABLE_V1_MULTIPROCESSING: several replicas are processes
 MULTIPROCESSING = "1" if LAYOUT.dp > 1 else "0"
+#: families -> ranks that can share them at most: groups of DeepSeek-V4's output and OLMo-hybrid's
+#: key/value heads under a norm are not copied
+MOST_RANKS = {"deepseek_v4": 2, "olmo_hybrid": 2}
 in_this_process = pytest.mark.skipif(
     LAYOUT.devices > 1, reason="looks into the worker, which VLLM_TEST_LAYOUT puts elsewhere"
 )
