@@ -52,9 +52,6 @@ class Server:
         self._http = httpx.Client(base_url=url, timeout=600)
         self._concurrency, self._num_tokens = concurrency, num_tokens
         self._pool = ThreadPoolExecutor(concurrency)
-        found = self._http.get("/placements").raise_for_status().json()
-        self.mixers: list[str] = found["mixers"]
-        self.num_layers = len(found["placements"])
         card = self._http.get("/v1/models").raise_for_status().json()["data"][0]
         self._keep = card["max_model_len"] - num_tokens
         self.model: str = card["root"]
@@ -106,18 +103,40 @@ class Server:
         return round(sum(self._contexts) / len(self._contexts))
 
 
-def predictions(
-    model: str, placements: list[str], device: DeviceSpeed, batch: int, context: int
-) -> list[float]:
-    """Seconds per decode step of each placement, from the model's config alone."""
-    config, (supernet, *_) = models_on_meta(EngineArgs(model).create_engine_config())
-    if not isinstance(supernet, HasPlacements):
-        raise SystemExit(f"error: {model} is no supernet")
-    found = []
-    for placement in placements:
-        supernet.set_layer_placements(placement)
-        found.append(predict(decode_work(config, supernet), device, batch, context).seconds)
-    return found
+class Outline:
+    """A supernet without weights, made from its config alone."""
+
+    def __init__(self, model: str) -> None:
+        self._config, (supernet, *_) = models_on_meta(EngineArgs(model).create_engine_config())
+        if not isinstance(supernet, HasPlacements) or not supernet.get_mixer_names():
+            raise SystemExit(f"error: {model} is no supernet")
+        self._supernet = supernet
+
+    def choose(self, count: int | None) -> list[str]:
+        """All placements, or as many: those with one mixer everywhere, and others at random. `_`
+        stands for a layer that has no choice."""
+        layers = range(self._config.model_config.hf_text_config.num_hidden_layers)
+        mixers = self._supernet.get_layer_mixers()
+        names = itertools.product(*(mixers.get(i, ("_",)) for i in layers))
+        chosen = [",".join(one) for one in names]
+        if count is None:
+            return chosen
+        uniform = [one for one in chosen if uniform_name(one)]
+        others = [one for one in chosen if not uniform_name(one)]
+        count = min(max(count - len(uniform), 0), len(others))
+        return uniform + random.Random(0).sample(others, count)
+
+    def seconds(self, placement: str, device: DeviceSpeed, batch: int, context: int) -> float:
+        """Of a decode step, as predicted."""
+        self._supernet.set_layer_placements(placement)
+        work = decode_work(self._config, self._supernet)
+        return predict(work, device, batch, context).seconds
+
+
+def uniform_name(placement: str) -> str | None:
+    """`all-X` where every layer that has a choice has X."""
+    names = set(placement.split(",")) - {"_"}
+    return f"all-{names.pop()}" if len(names) == 1 else None
 
 
 def frontier(found: list[Measured]) -> list[Measured]:
@@ -143,9 +162,8 @@ def draw(found: list[Measured], path: Path, device: str) -> None:
     axes.step([m.speed for m in best], [m.loss for m in best], where="post", label="frontier")
     steps.plot([m.predicted_ms for m in found], [m.step_ms for m in found], ".", alpha=0.5)
     for one in found:
-        names = set(one.placement.split(","))
-        if len(names) == 1:
-            name = f"all-{names.pop()}"
+        name = uniform_name(one.placement)
+        if name is not None:
             axes.annotate(name, (one.speed, one.loss))
             steps.annotate(name, (one.predicted_ms, one.step_ms))
     axes.set_xlabel("tokens per second")
@@ -173,23 +191,16 @@ def main() -> None:
     args = parser.parse_args()
     device = device_speed(args.device)
     server = Server(args.url, args.texts, args.tokens, args.concurrency)
-    names = itertools.product(server.mixers, repeat=server.num_layers)
-    chosen = [",".join(one) for one in names]
-    if args.placements is not None:
-        uniform = [",".join([mixer] * server.num_layers) for mixer in server.mixers]
-        others = [one for one in chosen if one not in uniform]
-        count = min(max(args.placements - len(uniform), 0), len(others))
-        chosen = uniform + random.Random(0).sample(others, count)
+    outline = Outline(args.model or server.model)
     found = []
-    for placement in tqdm(chosen, desc="measuring", unit="placement"):
+    for placement in tqdm(outline.choose(args.placements), desc="measuring", unit="placement"):
         loss = server.loss(placement)
         speed = max(server.speed(placement) for _ in range(args.repeats))
         found.append(Measured(placement, loss, speed, 1e3 * args.concurrency / speed))
-    costs = predictions(
-        args.model or server.model, chosen, device, args.concurrency, server.context
-    )
-    pairs = zip(found, costs, strict=True)
-    found = [replace(one, predicted_ms=1e3 * cost) for one, cost in pairs]
+    step = (device, args.concurrency, server.context)
+    found = [
+        replace(one, predicted_ms=1e3 * outline.seconds(one.placement, *step)) for one in found
+    ]
     draw(found, args.output, device.name)
     best = frontier(found)
     result = {"measured": [asdict(m) for m in found], "frontier": [m.placement for m in best]}

@@ -106,6 +106,18 @@ def stochastic(
     return fixed(kinds, num_blocks)
 
 
+def thinned() -> Description:
+    """A supernet's decoder of which blocks keep different mixers, one of them called as its own
+    block is, and the last layer has no choice. It starts with `gdn,kda,_`."""
+
+    def several(*names: str) -> Description:
+        return stochastic(1, {name: MIXERS[name] for name in names}, main=names[-1])["block"]
+
+    blocks = {"layer_0": several("attention", "gdn"), "gdn": several("gdn", "kda")}
+    blocks["attention"] = block(MIXERS["attention"])
+    return {"type": "pattern", "num_blocks": 3, "pattern": [*blocks], "blocks": blocks}
+
+
 def mixers_of(decoder: Description, layer: int) -> dict[str, Description]:
     """A layer's mixers by name; that of a plain block is called ""."""
     described = decoder.get("block")

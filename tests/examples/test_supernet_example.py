@@ -14,8 +14,9 @@ import train_demo_model
 from safetensors.torch import load_file
 from supernet_model import Sizes, Supernet
 
-from tests.apriel2_models import Reference
+from tests.apriel2_models import Reference, save, thinned
 from tests.e2e.remote_server import RemoteServer
+from vllm.v1.core.decode_cost import DEVICES
 
 SMALL = Sizes(vocab=64, context=64, hidden=32, mlp=48, layers=4, heads=4, head_dim=16, window=5)
 
@@ -87,6 +88,17 @@ def test_trained_served_and_measured(
     assert all(one["step_ms"] > 0 for one in found["measured"])
     assert set(found["frontier"]) <= {one["placement"] for one in found["measured"]}
     assert "nats" in capsys.readouterr().out
+
+
+def test_layers_of_a_thinned_supernet_have_choices_of_their_own(tmp_path: Path) -> None:
+    outline = placements.Outline(str(save(tmp_path, thinned(), {})))
+    chosen = outline.choose(None)
+    assert chosen == ["attention,gdn,_", "attention,kda,_", "gdn,gdn,_", "gdn,kda,_"]
+    names = [placements.uniform_name(one) for one in chosen]
+    assert names == [None, None, "all-gdn", None]
+    assert outline.choose(1) == ["gdn,gdn,_"] and len(set(outline.choose(3))) == 3
+    seconds = [outline.seconds(one, DEVICES["H200"], 4, 100) for one in chosen]
+    assert len(set(seconds)) == 4 and min(seconds) > 0
 
 
 def test_the_frontier_is_what_nothing_beats() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from apriel2_models import MIXERS, Reference, make_tensors, pattern, save, stochastic
+from apriel2_models import MIXERS, Reference, make_tensors, pattern, save, stochastic, thinned
 from nightly import nightly
 from parity_checks import (
     MakeEngine,
@@ -145,6 +145,25 @@ def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -
     assert [group.layers for group in llm.explain().groups] == [2, 2]
     llm.change_placement("all-kda")
     assert [group.layers for group in llm.explain().groups] == [LAYERS]
+
+
+@in_this_process
+def test_a_thinned_supernet(make_engine: MakeEngine, tmp_path: Path) -> None:
+    """Layers have different mixers to choose from, the last one none: its name is ignored."""
+    decoder = thinned()
+    tensors = make_tensors(decoder)
+    llm = make(make_engine, save(tmp_path, decoder, tensors))
+    assert llm.collective_rpc("get_mixer_names") == [("attention", "gdn", "kda")]
+    for names in (None, ["gdn", "gdn", "gdn"], ["attention", "kda", "_"]):
+        if names is not None:
+            assert llm.change_placement(names) == [{0: names[0], 1: names[1]}]
+        reference = Reference(decoder, tensors, names or ["gdn", "kda", "_"])
+        (output,) = generate(llm, prompts((20,)), 6)
+        prompt, tokens = list(output.prompt_token_ids or []), list(output.outputs[0].token_ids)
+        logits = reference.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist(), names
+    with pytest.raises(VLLMValidationError, match="layer 1 has no mixer 'attention'; it has gdn"):
+        llm.change_placement("all-attention")
 
 
 @one_replica

@@ -266,6 +266,15 @@ def test_placements_of_a_supernet(cut: Path) -> None:
     assert kinds == ["feed-forward and norms", LABELS[0], LABELS[3], "embedding and head"]
 
 
+def test_a_thinned_supernet_has_rows_for_mixers_that_all_layers_have(tmp_path: Path) -> None:
+    path = apriel2_models.save(tmp_path, apriel2_models.thinned(), {})
+    config = EngineArgs(str(path), max_model_len=256).create_engine_config()
+    report = explain(config, Budget(arena_bytes=3 << 20), [12], what_ifs=False).decode
+    assert [row.names for row in report.placements] == [("the engine's",), ("all-gdn",)]
+    parts = [[part.kind for part in row.costs[0].parts] for row in report.placements]
+    assert [LABELS[2] in kinds for kinds in parts] == [True, False]
+
+
 def test_a_model_without_placements_has_one_row() -> None:
     config = EngineArgs(str(tiny_model("qwen3_5")), max_model_len=256).create_engine_config()
     report = explain(config, Budget(arena_bytes=3 << 20), [12], what_ifs=False).decode

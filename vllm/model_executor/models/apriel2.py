@@ -124,8 +124,8 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
             if isinstance(layer, Apriel2DecoderLayer) and isinstance(layer.mixer, StochasticMixer)
         }
 
-    def get_mixer_names(self) -> tuple[str, ...]:
-        return next((tuple(layer.mixers) for layer in self._supernet_layers().values()), ())
+    def get_layer_mixers(self) -> dict[int, tuple[str, ...]]:
+        return {i: tuple(layer.mixers) for i, layer in self._supernet_layers().items()}
 
     def get_layer_placements(self) -> dict[int, str]:
         return {i: layer.active for i, layer in self._supernet_layers().items()}
@@ -159,7 +159,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         if not self._supernet_layers():
             raise placement_error("the model is no supernet: each of its layers has one mixer")
         names = expand(placement, self.config.num_hidden_layers)
-        check_names(names, {i: list(one.mixers) for i, one in self._supernet_layers().items()})
+        check_names(names, self.get_layer_mixers())
         return names
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -92,8 +93,13 @@ class HasPlacements:
     """A supernet: layers have several token mixers each, of which one is used."""
 
     @abstractmethod
+    def get_layer_mixers(self) -> dict[int, tuple[str, ...]]:
+        """The names of the mixers, of each layer that has several."""
+
     def get_mixer_names(self) -> tuple[str, ...]:
-        """Of the first layer that has several, () without one."""
+        """Every name that a layer with several mixers has, () without one. Layers of a thinned
+        supernet have some of them each."""
+        return tuple(dict.fromkeys(chain(*self.get_layer_mixers().values())))
 
     @abstractmethod
     def get_layer_placements(self) -> dict[int, str]:

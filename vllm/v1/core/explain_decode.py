@@ -55,8 +55,8 @@ def explain_decode(
     arena_bytes: int,
     sequences: Sequence[int],
 ) -> DecodeReport:
-    """The placements of a supernet are its own, those with an alias, and one for each mixer; of a
-    model that has none `sequences` fit, per length."""
+    """The placements of a supernet are its own, those with an alias, and one for each mixer that
+    all layers have; of a model that has none `sequences` fit, per length."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     config, models = models_on_meta(vllm_config, tp_size)
     model, rows = models[0], {}
@@ -91,12 +91,13 @@ def explain_decode(
 def _placements(vllm_config: VllmConfig, model: HasPlacements) -> Iterator[tuple[str, Placement]]:
     chosen = model.get_layer_placements()
     config = vllm_config.model_config
-    mixers = model.get_mixer_names()
+    names = model.get_layer_mixers().values()
     layers = config.hf_text_config.num_hidden_layers
-    yield "the engine's", [chosen.get(i, mixers[0]) for i in range(layers)]
+    yield "the engine's", [chosen.get(i, "") for i in range(layers)]
     yield from config.placement_aliases.items()
-    for mixer in mixers:
-        yield f"all-{mixer}", [mixer] * layers
+    for mixer in model.get_mixer_names():
+        if all(mixer in known for known in names):
+            yield f"all-{mixer}", [mixer] * layers
 
 
 def _compared(one: PlacementDecode, base: PlacementDecode) -> PlacementDecode:
