@@ -120,6 +120,11 @@ def test_table_is_shared_while_in_use() -> None:
             {"rope_parameters": YARN_MSCALE},
             "'yarn' with mscale is not supported; give attention_factor",
         ),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "'llama3' needs high_freq_factor, original_max_position_embeddings; got",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' needs factor"),
         ({"is_neox_style": False}, "interleaved"),
         ({"rope_parameters": {"mrope_section": [4, 4, 4]}}, "must sum to half"),
     ],

@@ -16,6 +16,7 @@ from apriel2_models import (
     MAMBA,
     MIXERS,
     WINDOW,
+    Description,
     Reference,
     fixed,
     inverse_frequencies,
@@ -23,6 +24,7 @@ from apriel2_models import (
     pattern,
     save,
     stochastic,
+    thinned,
 )
 
 from tests.model_executor.harness import Chunk, Harness, make_config, naive_kernels
@@ -153,8 +155,17 @@ def test_a_pattern_repeats_and_ties(tmp_path):
             "beta_slow": 1.0,
             "original_context_length": 64,
         },
+        {
+            "type": "yarn",
+            "theta": 500.0,
+            "scale_factor": 4.0,
+            "attention_factor": 1.4,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "original_context_length": 64,
+        },
     ],
-    ids=lambda rotary: rotary["type"],
+    ids=["llama3", "yarn", "yarn with a factor"],
 )
 def test_scaled_rotations(rotary, tmp_path):
     decoder = fixed(MIXERS["attention"] | {"rotary": rotary}, 2)
@@ -168,6 +179,57 @@ def test_scaled_rotations(rotary, tmp_path):
     frequencies, temperature = inverse_frequencies(rotary, 16)
     torch.testing.assert_close(our_frequencies(16, ours).double(), frequencies, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(temperature)
+
+
+def assert_built(decoder: Description, path: Path, *placements: list[str]) -> None:
+    """Logits are those of the equations, of each placement."""
+    tensors = make_tensors(decoder)
+    save(path, decoder, tensors)
+    for placement in placements or [None]:
+        config = make_config(path)
+        config.model_config.placement = placement
+        found = Harness(path, config=config).logits([Chunk(0, 0, ids(20))])
+        assert_logits(found, Reference(decoder, tensors, placement).logits(ids(20)))
+
+
+OFF, ON = ({"bias": {"enabled": enabled}} for enabled in (False, True))
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {"add_linear_biases": True},
+        {"key_layer": ON},
+        {"add_linear_biases": True, "value_layer": OFF},
+        {"query_layer": ON, "key_layer": ON, "value_layer": ON, "dense_layer": OFF},
+    ],
+    ids=["all", "of keys alone", "all but of values", "all but of outputs"],
+)
+def test_biases_of_attention(biases, tmp_path):
+    decoder = fixed(MIXERS["attention"] | biases, 1)
+    assert any(name.endswith("proj.bias") for name in make_tensors(decoder))
+    assert_built(decoder, tmp_path)
+
+
+def test_kimi_delta_attention_that_says_nothing_of_its_norm(tmp_path):
+    mixer = {key: value for key, value in MIXERS["kda"].items() if key != "normalization"}
+    assert_built(fixed(mixer, 1), tmp_path)
+
+
+def test_a_supernet_with_mamba(tmp_path):
+    decoder = stochastic(3, MIXERS | MAMBA)
+    assert_built(decoder, tmp_path, ["mamba", "attention", "mamba_after"], ["gdn", "mamba", "kda"])
+
+
+def test_a_thinned_supernet(tmp_path):
+    assert_built(thinned(), tmp_path, ["gdn", "kda", ""], ["attention", "gdn", "_"])
+    model = Harness(tmp_path).model
+    assert model.get_layer_placements() == {0: "gdn", 1: "kda"}
+    assert model.get_layer_mixers() == {0: ("attention", "gdn"), 1: ("gdn", "kda")}
+    assert model.get_mixer_names() == ("attention", "gdn", "kda")
+    assert model.spell("all-gdn") == "gdn,gdn,_"
+    with pytest.raises(VLLMValidationError, match="layer 0 has no mixer 'kda'; it has attention"):
+        model.set_layer_placements("all-kda")
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
@@ -280,12 +342,18 @@ def test_names_are_matched_whole(tmp_path):
     [
         ("attention", {"rotary": {"type": "pixtral_2d", "theta": 1.0}}, "rotary.type 'pixtral_2d'"),
         ("attention", {"rotary": {"type": "mistral_1d"}}, "rotary without theta"),
+        (
+            "attention",
+            {"rotary": {"type": "llama3", "theta": 1.0, "scale_factor": 8.0}},
+            "rotary 'llama3' without low_frequency_factor, high_frequency_factor, original_context",
+        ),
         ("attention", {"causal": False}, "not causal"),
         ("attention", {"heads": None}, "heads None is not supported"),
         ("attention", {"type": "mystery"}, "a mixer of type 'mystery'.*attention.*gdn"),
         ("gdn", {"key_heads": 3}, "4 value heads to 3 key heads"),
         ("gdn", {"convolution_layer": {"kernel_size": 4, "activation": "relu"}}, "'relu'"),
         ("kda", {"normalization": {"activation": "relu"}}, "gate activation 'relu'"),
+        ("kda", {"normalization": {"type": "layer_norm"}}, "normalization.type is 'layer_norm'"),
         ("sliding_window", {"type": "sliding_window", "window_size": None}, "without window_size"),
         ("mamba", {"d_state": 16}, "d_state 16 beside state_size 8"),
         ("mamba", {"conv_bias": None}, "conv_bias None is not supported; supported: true, false"),

@@ -26,8 +26,7 @@ def _linear(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
 
 def _llama3(inv_freq: Tensor, rope: RopeParameters) -> Tensor:
     """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a ramp in between."""
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    factor, low, high, context = (float(rope[key]) for key in keys)
+    factor, low, high, context = (float(rope[key]) for key in NEEDED["llama3"])
     wavelength = 2 * math.pi / inv_freq
     keep = ((context / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * inv_freq / factor + keep * inv_freq
@@ -73,16 +72,26 @@ _SCALINGS: dict[str, Callable[[Tensor, RopeParameters], Tensor]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
+#: by `rope_type`, the parameters without a default
+NEEDED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 def inverse_frequencies(rotary_dim: int, rope: RopeParameters) -> Tensor:
     """Angle per position of each pair of dimensions, `[rotary_dim / 2]` fp32 on the CPU.
 
-    Raises ValueError for an unknown `rope_type`.
+    Raises ValueError for an unknown `rope_type`, and for one without a parameter that it needs.
     """
     kind = rope.get("rope_type", "default")
     if kind not in _SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not supported; supported: {sorted(_SCALINGS)}")
+    missing = [key for key in NEEDED[kind] if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}; got {dict(rope)}")
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
     return _SCALINGS[kind](inv_freq, rope)

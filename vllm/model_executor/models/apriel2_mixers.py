@@ -20,7 +20,7 @@ from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttentionShape,
 )
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding import NEEDED, get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.weights import FusedName
 from vllm.transformers_utils.configs.apriel2 import Description, mixer_type, norm_epsilon
@@ -147,7 +147,7 @@ class Apriel2KimiDeltaAttention(KimiDeltaAttention, Apriel2Mixer):
             num_heads=required(mixer, "heads", prefix),
             head_dim=required(mixer, "head_dim", prefix),
             conv_kernel_size=int(convolution.get("kernel_size", 4)),
-            eps=norm_epsilon({"normalization": {"epsilon": norm.get("epsilon", 1e-5)}}),
+            eps=norm_epsilon(mixer),
             gate_activation=norm.get("activation", "silu"),
         )
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
@@ -248,6 +248,10 @@ def rope_parameters(mixer: Description, prefix: str) -> dict[str, Any]:
         for name, value in rotary.items()
         if name in _ROTARY_NAMES and value is not None
     }
+    needed = NEEDED[_ROTARY_TYPES[kind]]
+    missing = [name for name, ours in _ROTARY_NAMES.items() if ours in needed and ours not in known]
+    if missing:
+        raise unsupported(prefix, f"rotary {kind!r} without {', '.join(missing)}", "numbers")
     return {"rope_type": _ROTARY_TYPES[kind], **known}
 
 
