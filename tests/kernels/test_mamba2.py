@@ -234,21 +234,6 @@ def test_decodes_agree_with_fp64(kernels, sizes, device):
         assert error_ratio(state, reference) < 5e-6
 
 
-def test_rows_without_a_state_are_padding(kernels, device):
-    """A step may have more rows than there are states; only those that have one are computed."""
-    decoder = Decoder(kernels, 2, SIZES[0], device)
-    exact = decoder.copy(NaiveKernels(), widened=True)
-    tokens = [torch.cat([x[0], torch.full_like(x[0], torch.nan).repeat(4, *[1] * (x.dim() - 2))])
-              for x in decoder.tokens(1)]  # fmt: skip
-    indices = torch.cat([decoder.indices, decoder.indices.new_full((8,), -1)])
-    assert len(indices) > len(decoder.state)
-    out = decoder.decode(tokens, indices)
-    expected = exact.decode([x[:2].double() for x in tokens], indices[:2])
-    assert error_ratio(out[:2], expected) < 5e-6
-    assert torch.equal(decoder.state.isnan(), exact.state.isnan())
-    assert torch.equal(decoder.conv_state.isnan(), exact.conv_state.isnan())
-
-
 @pytest.mark.gpu
 def test_batch_sizes_share_a_kernel():
     """Nothing that depends on the batch is a constant of a kernel."""
