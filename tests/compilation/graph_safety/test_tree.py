@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from apriel2_models import MIXERS, pattern, save
 from tiny_models import FAMILIES, tiny_model
 
 from tests.nightly import nightly
@@ -47,6 +48,20 @@ OTHERS = [family for family in FAMILIES if family not in PARTS_OF_OTHERS]
 def test_no_family_has_a_hazard(family: str) -> None:
     report = report_of(family)
     assert report.is_clean, "\n" + as_table([report])
+
+
+def test_apriel2_has_no_hazard(tmp_path: Path) -> None:
+    """A layer for each mixer of supernets."""
+    report = check_model(
+        EngineArgs(str(save(tmp_path, pattern([*MIXERS]), {}))).create_engine_config()
+    )
+    assert report.is_clean, "\n" + as_table([report])
+    layers = "vllm.model_executor.layers"
+    assert {
+        "vllm.model_executor.models.apriel2.Apriel2DecoderLayer.mix_stream",
+        f"{layers}.gated_delta_net.GatedDeltaNet.decode",
+        f"{layers}.kimi_delta_attention.KimiDeltaAttention.decode",
+    } <= set(report.functions)
 
 
 def test_the_step_and_the_gpus_kernels_are_walked() -> None:
