@@ -73,6 +73,7 @@ SMOKE: dict[str, list[str]] = {
     # without, 64 steps of the same kinds
     "vllm graph-check MODEL": ["--steps", "4"],
     "vllm tune --list": [],
+    "vllm tune MODEL --list": [],
 }
 #: begins a command -> why it is not run here
 ELSEWHERE = {
@@ -107,6 +108,7 @@ ELSEWHERE = {
     "python benchmarks/moe.py": "needs a GPU",
     "python benchmarks/kda.py": "needs a GPU",
     "vllm tune --only": "needs a GPU",
+    "vllm tune MODEL": "needs a GPU",
 }
 COMMANDS = documented_commands()
 

@@ -15,15 +15,22 @@ from tests.nightly import nightly
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.tune import describe
 from vllm.kernels.cuda import CudaKernels
+from vllm.kernels.moe import ClampedSwiglu
 from vllm.kernels.triton.configs import shipped
 from vllm.kernels.triton.tile_files import Configs, Tile, read_tile_file
+from vllm.kernels.tuning.shapes import (
+    AttentionShape,
+    ConvolutionShape,
+    DeltaRuleShape,
+    ExpertsShape,
+)
 from vllm.kernels.tuning.spaces import Space, spaces
 from vllm.kernels.tuning.sweep import sweep, tile_of, with_tile
 from vllm.kernels.tuning.workloads import Run, Workloads
 
 BASE = shipped("NVIDIA H200")
 TILES = tuple(Tile(16, columns, 4, 3) for columns in (32, 64, 128))
-SPACE = Space("attention_decode", 256, TILES, lambda workloads: [])
+SPACE = Space("attention_decode", 256, TILES, ())
 
 
 def short() -> None: ...
@@ -95,13 +102,12 @@ def test_every_space_is_a_tile_of_the_shipped_files() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda w: w.attention(64, [(1, 40), (1, 7)]),
-        lambda w: w.attention(64, [(20, 40), (3, 3)]),
-        lambda w: w.delta_rule(64, [5, 3]),
-        lambda w: w.delta_rule_decode(64, 3),
-        *nightly(lambda w: w.convolution([5, 66])),
+        lambda w: w.attention(AttentionShape(16, 4, 64), [(1, 40), (1, 7)]),
+        lambda w: w.attention(AttentionShape(4, 2, 40, 16, sinks=True), [(20, 40), (3, 3)]),
+        lambda w: w.delta_rule(DeltaRuleShape(2, 4, 64, 32, 2.0), [5, 3]),
+        *nightly(lambda w: w.convolution(ConvolutionShape(512, 4, bias=True), [5, 66])),
     ],
-    ids=["decode", "prefill", "delta rule", "delta rule decode", "convolution"],
+    ids=["decode", "prefill", "delta rule", "convolution"],
 )
 def test_workloads_are_valid_calls(device: str, make: Any) -> None:
     made = make(Workloads(CudaKernels(), torch.device(device)))
@@ -112,9 +118,25 @@ def test_workloads_are_valid_calls(device: str, make: Any) -> None:
     assert out.isfinite().all()
 
 
-def test_workload_of_experts_is_a_valid_call(device: str) -> None:
-    made = Workloads(CudaKernels(), torch.device(device)).experts(3, num_experts=9, hidden=64)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ExpertsShape(9, 8, 64, 16, shared=True),
+        *nightly(ExpertsShape(4, 2, 64, 16, gated=False)),
+        *nightly(ExpertsShape(4, 2, 64, 16, biases=True, clamp=ClampedSwiglu(1.7, 7.0, 1.0))),
+    ],
+    ids=["shared", "without gate", "biases"],
+)
+def test_workloads_of_experts_are_valid_calls(device: str, shape: ExpertsShape) -> None:
+    made = Workloads(CudaKernels(), torch.device(device)).experts(shape, 3)
     assert made.func(computable(made.args[0])).isfinite().all()
+
+
+def test_the_workload_of_single_tokens_is_a_valid_call(device: str) -> None:
+    workloads = Workloads(CudaKernels(), torch.device(device))
+    made = workloads.delta_rule_tokens(DeltaRuleShape(2, 4, 16, 24), 3)
+    out, _ = made.func(*map(computable, made.args), **made.keywords)
+    assert out.shape == (1, 3, 4, 24) and out.isfinite().all()
 
 
 def computable(value: Any) -> Any:
@@ -129,7 +151,9 @@ def computable(value: Any) -> Any:
 def test_the_command_names_its_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "--list", "--only", "state", "conv"]) == 0
     names = [f"gdn_state.{width}" for width in (64, 128, 256)]
-    assert capsys.readouterr().out.split() == [*names, "conv1d"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*names, "conv1d"]
+    assert lines[1].endswith(" 16/32 heads of 128 x 128")
     assert main(["tune", "--only", "nothing"]) == 1
     assert "names no table" in capsys.readouterr().err
 

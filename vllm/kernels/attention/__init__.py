@@ -6,6 +6,9 @@ from enum import IntEnum
 
 from torch import Tensor
 
+#: query rows of a kv head up to which a sequence is a decode's, and shares keys among programs
+SHORT_ROWS = 64
+
 
 class QueryRows(IntEnum):
     """What the query rows of a sequence are to each other; C++ knows the numbers.

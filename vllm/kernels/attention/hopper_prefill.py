@@ -8,8 +8,7 @@ and gates. Drafters' blocks and short queries are left to Triton.
 import torch
 from torch import Tensor
 
-from vllm.kernels.attention import AttentionProblem, QueryRows
-from vllm.kernels.attention.triton import SHORT_ROWS
+from vllm.kernels.attention import SHORT_ROWS, AttentionProblem, QueryRows
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.registry import Implementation

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm.kernels.activation.triton import gated
-from vllm.kernels.attention import AttentionProblem
+from vllm.kernels.attention import SHORT_ROWS, AttentionProblem
 from vllm.kernels.attention.triton_decode import decode_attention, decode_tile, num_splits
 from vllm.kernels.attention.triton_tile import (
     LOG2_E,
@@ -27,8 +27,6 @@ from vllm.kernels.triton.configs import device_configs, pick
 from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.ragged import find_sequence, num_tiles
 from vllm.utils.math_utils import next_power_of_2
-
-SHORT_ROWS = 64
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs on which launch parameters are compared: bf16, sizes of a 4B hybrid and a 35B mixture."""
+"""Inputs on which launch parameters are compared: bf16, and float8 experts, of given shapes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,15 +10,21 @@ from torch import Tensor
 
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.chunks import chunk_metadata
+from vllm.kernels.fp8 import FP8
 from vllm.kernels.interface import Kernels
-from vllm.kernels.moe import ExpertsProblem, RoutingProblem, RoutingRule
-from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
+from vllm.kernels.moe import ExpertScales, ExpertsProblem, Routing
+from vllm.kernels.tuning.shapes import (
+    AttentionShape,
+    ConvolutionShape,
+    DeltaRuleShape,
+    ExpertsShape,
+)
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
 
 #: runs one op on prepared inputs
 Run = Callable[[], object]
 
-QUERY_HEADS, KV_HEADS, BLOCK_SIZE = 16, 4, 16
-KEY_HEADS, VALUE_HEADS, HEAD_V_DIM, CONV_WIDTH = 16, 32, 128, 4
+BLOCK_SIZE = 16
 
 
 class Workloads:
@@ -28,107 +34,132 @@ class Workloads:
         self._kernels = kernels
         self._device = device
 
-    def attention(self, head_dim: int, lengths: Sequence[tuple[int, int]]) -> Run:
+    def attention(self, shape: AttentionShape, lengths: Sequence[tuple[int, int]]) -> Run:
         """Causal attention; `lengths` are (queries, context) pairs."""
         tokens = sum(queries for queries, _ in lengths)
         blocks = [-(-context // BLOCK_SIZE) for _, context in lengths]
         table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
         for row, (count, end) in enumerate(zip(blocks, accumulate(blocks), strict=True)):
             table[row, :count] = torch.arange(end - count, end)
-        query = self._rows(tokens, QUERY_HEADS, head_dim)
+        query = self._rows(tokens, shape.num_heads, shape.head_dim)
         problem = AttentionProblem(
             query,
-            self._rows(sum(blocks), 2, BLOCK_SIZE, KV_HEADS, head_dim),
+            self._rows(sum(blocks), 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim),
             table.to(self._device),
             self._ints([context for _, context in lengths]),
             self._starts([queries for queries, _ in lengths]),
             max_query_len=max(queries for queries, _ in lengths),
             max_seq_len=max(context for _, context in lengths),
-            scale=head_dim**-0.5,
-            sliding_window=None,
+            scale=shape.head_dim**-0.5,
+            sliding_window=shape.sliding_window,
             out=torch.empty_like(query),
+            sinks=self._zeros(shape.num_heads) if shape.sinks else None,
         )
         return partial(self._kernels.paged_attention, problem)
 
-    def delta_rule(self, head_k_dim: int, lengths: Sequence[int]) -> Run:
+    def delta_rule(self, shape: DeltaRuleShape, lengths: Sequence[int]) -> Run:
         """Prefill of the gated delta rule."""
-        tokens, n = sum(lengths), len(lengths)
+        tokens, n, heads = sum(lengths), len(lengths), shape.num_v_heads
         starts = [0, *accumulate(lengths)]
         chunk_indices, chunk_offsets = chunk_metadata(starts)
         problem = GdnPrefill(
-            self._rows(tokens, _channels(head_k_dim)),
-            self._rows(tokens, VALUE_HEADS),
-            self._rows(tokens, VALUE_HEADS),
-            torch.zeros(VALUE_HEADS, device=self._device),
-            torch.zeros(VALUE_HEADS, device=self._device),
-            self._states(n, head_k_dim),
+            self._rows(tokens, shape.channels),
+            self._rows(tokens, heads),
+            self._rows(tokens, heads),
+            self._zeros(heads),
+            self._zeros(heads),
+            self._zeros(n, heads, shape.head_v_dim, shape.head_k_dim),
             self._ints(range(n)),
             torch.zeros(n, dtype=torch.bool, device=self._device),
             self._starts(lengths),
             chunk_indices.to(self._device),
             chunk_offsets.to(self._device),
-            self._rows(tokens, VALUE_HEADS, HEAD_V_DIM),
+            self._rows(tokens, heads, shape.head_v_dim),
+            beta_scale=shape.beta_scale,
         )
         return partial(self._kernels.gdn_prefill, problem)
 
-    def delta_rule_decode(self, head_k_dim: int, num_seqs: int) -> Run:
-        """One token of every sequence through convolution and gated delta rule."""
-        channels = _channels(head_k_dim)
-        problem = GdnDecode(
-            self._rows(num_seqs, channels),
-            self._rows(num_seqs, VALUE_HEADS),
-            self._rows(num_seqs, VALUE_HEADS),
-            torch.zeros(VALUE_HEADS, device=self._device),
-            torch.zeros(VALUE_HEADS, device=self._device),
-            self._states(num_seqs, head_k_dim),
-            self._ints(range(num_seqs)),
-            self._rows(channels, CONV_WIDTH),
-            None,
-            self._rows(num_seqs, CONV_WIDTH - 1, channels),
-            self._rows(num_seqs, VALUE_HEADS, HEAD_V_DIM),
+    def delta_rule_tokens(self, shape: DeltaRuleShape, num_seqs: int) -> Run:
+        """One token of every sequence through the recurrent op that other packages call."""
+        # Triton is not needed to list tables.
+        from vllm.model_executor.layers.fla.ops.gated_delta_rule.recurrent import (
+            fused_recurrent_gated_delta_rule,
         )
-        return partial(self._kernels.gdn_decode, problem)
 
-    def convolution(self, lengths: Sequence[int]) -> Run:
+        keys = (1, num_seqs, shape.num_k_heads, shape.head_k_dim)
+        heads = shape.num_v_heads
+        return partial(
+            fused_recurrent_gated_delta_rule,
+            self._rows(*keys),
+            self._rows(*keys),
+            self._rows(1, num_seqs, heads, shape.head_v_dim),
+            self._zeros(1, num_seqs, heads),
+            self._zeros(1, num_seqs, heads),
+            initial_state=self._zeros(num_seqs, heads, shape.head_k_dim, shape.head_v_dim),
+            cu_seqlens=self._starts([1] * num_seqs),
+            use_qk_l2norm_in_kernel=True,
+        )
+
+    def convolution(self, shape: ConvolutionShape, lengths: Sequence[int]) -> Run:
         """Causal convolution of a prefill."""
-        x, n = self._rows(sum(lengths), _channels(128)), len(lengths)
+        x, n = self._rows(sum(lengths), shape.channels), len(lengths)
         return partial(
             self._kernels.causal_conv1d,
             x,
-            self._rows(x.shape[1], CONV_WIDTH),
-            None,
-            self._rows(n, CONV_WIDTH - 1, x.shape[1]),
+            self._rows(shape.channels, shape.taps),
+            self._rows(shape.channels) if shape.bias else None,
+            self._rows(n, shape.taps - 1, shape.channels),
             self._ints(range(n)),
             torch.zeros(n, dtype=torch.bool, device=self._device),
             self._starts(lengths),
             out=torch.empty_like(x),
         )
 
-    def experts(self, tokens: int, num_experts: int = 256, hidden: int = 2048) -> Run:
-        """Eight experts of a quarter of the hidden size for every token, chosen evenly."""
-        inner = hidden // 4
-        logits = self._rows(tokens, num_experts)
-        routing = self._kernels.route_experts(RoutingProblem(logits, num_experts, RoutingRule(8)))
+    def experts(self, shape: ExpertsShape, tokens: int) -> Run:
+        """The experts' products, chosen evenly."""
+        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        rows = (1 + shape.gated) * inner
+        scales = None
+        if shape.scales is not None:
+            scales = ExpertScales(*(self._ones(*each) for each in shape.scales))
         problem = ExpertsProblem(
             self._rows(tokens, hidden),
-            self._rows(num_experts, 2 * inner, hidden),
-            self._rows(num_experts, hidden, inner),
-            routing,
+            self._weights(count, rows, hidden, narrow=scales is not None),
+            self._weights(count, hidden, inner, narrow=scales is not None),
+            self._routing(shape, tokens),
+            gated=shape.gated,
+            gate_up_bias=self._rows(count, rows) if shape.biases else None,
+            down_bias=self._rows(count, hidden) if shape.biases else None,
+            clamp=shape.clamp,
+            scales=scales,
         )
         return partial(self._kernels.run_experts, problem)
+
+    def _routing(self, shape: ExpertsShape, tokens: int) -> Routing:
+        routed = shape.num_experts - shape.shared
+        scores = torch.rand(tokens, routed, device=self._device).topk(shape.top_k)
+        weights, experts = scores.values, scores.indices
+        if shape.shared:
+            weights = torch.cat([weights, weights.new_ones(tokens, 1)], dim=1)
+            experts = torch.cat([experts, experts.new_full((tokens, 1), routed)], dim=1)
+        return Routing(weights, experts.int())
 
     def _rows(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self._device)
 
-    def _states(self, count: int, head_k_dim: int) -> Tensor:
-        return torch.zeros(count, VALUE_HEADS, HEAD_V_DIM, head_k_dim, device=self._device)
+    def _weights(self, *shape: int, narrow: bool) -> Tensor:
+        """bf16, or float8 where `narrow`."""
+        weights = self._rows(*shape)
+        return weights.to(FP8) if narrow else weights
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, device=self._device)
+
+    def _ones(self, *shape: int) -> Tensor:
+        return torch.ones(*shape, device=self._device)
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self._device)
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
         return self._ints([0, *accumulate(lengths)])
-
-
-def _channels(head_k_dim: int) -> int:
-    return 2 * KEY_HEADS * head_k_dim + VALUE_HEADS * HEAD_V_DIM

@@ -11,6 +11,7 @@ from vllm.distributed.utils import copied_parts, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.kernels.tuning.shapes import DeltaRuleShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnDecode, GdnPrefill
 from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
@@ -70,7 +71,7 @@ def _gates_apart(quant_config: QuantizationConfig | None, prefix: str, num_v_hea
     return gates_kept or quant_config.leaves_small(num_v_heads)
 
 
-class GatedDeltaNet(RecurrentMixer, KeepsJournal):
+class GatedDeltaNet(RecurrentMixer, KeepsJournal, ReadsTiles):
     """Recurrent token mixer; keeps the convolution's last inputs and a matrix per head.
 
     `in_proj` fuses q, k, v, z, b, a (shard ids 0 to 5): `CHECKPOINT_NAMES` maps the tensors of a
@@ -229,6 +230,11 @@ class GatedDeltaNet(RecurrentMixer, KeepsJournal):
             beta_scale=self.shape.beta_scale,
         )
         current_platform.kernels.gdn_prefill(problem)
+
+    def kernel_shapes(self) -> KernelShapes:
+        shape = self.shape
+        heads = (self.journal_key_heads, self.num_v_heads, shape.head_k_dim, shape.head_v_dim)
+        return KernelShapes(delta_rules=(DeltaRuleShape(*heads, shape.beta_scale),))
 
     @staticmethod
     def commit(stack: JournalStack, entries: Tensor) -> None:

@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
+from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention import kv_cache_torch_dtype
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -61,7 +62,7 @@ class LatentAttentionShape:
         return self.latent_dim + self.shared_dim
 
 
-class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
+class MultiHeadLatentAttention(nn.Module, AttentionLayerBase, ReadsTiles):
     """Causal attention that keeps one row per token: the latent, normalised, and the shared key.
 
     Heads are sharded; every rank computes and keeps all of the row. Modules are named as in
@@ -180,6 +181,14 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase):
             head_size=self.shape.row,
             dtype=self.kv_cache_dtype,
         )
+
+    def kernel_shapes(self) -> KernelShapes:
+        """Of long prompts, whose heads are sequences (`kernels/latent_attention/expanded.py`)."""
+        shape = self.shape
+        if shape.value_dim > shape.query_dim:
+            return KernelShapes()
+        apart = AttentionShape(1, 1, shape.query_dim, heads_apart=self.num_heads)
+        return KernelShapes(attention=(apart,))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}, row={self.shape.row}"

@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.kernels.tuning.shapes import ExpertsShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_exchange import ExpertExchange
@@ -205,7 +206,7 @@ def _shared_network(
     return UngatedMLP(*sizes, quant_config, reduce_results=False)
 
 
-class MixtureOfExperts(nn.Module, Communicates):
+class MixtureOfExperts(nn.Module, Communicates, ReadsTiles):
     """Every token goes through the experts that its router chooses, and through the shared one.
 
     A shared expert of the same size, quantised or not as the others are, lies in the experts'
@@ -371,6 +372,24 @@ class MixtureOfExperts(nn.Module, Communicates):
             scales=experts.method.scales(experts),
             ranks=self.expert_ranks,
         )
+
+    def kernel_shapes(self) -> KernelShapes:
+        """Of ranks that have a part of every expert."""
+        experts, shape = self.experts, self.shape
+        count, hidden, inner = experts.down_proj.shape
+        scales = experts.method.scales(experts)
+        one = ExpertsShape(
+            count,
+            shape.rule.top_k,
+            hidden,
+            inner,
+            shared=shape.stacks_shared,
+            gated=shape.gated,
+            biases=shape.expert_biases,
+            clamp=shape.clamp,
+            scales=None if scales is None else (scales.gate_up.shape, scales.down.shape),
+        )
+        return KernelShapes(experts=(one,))
 
     def collectives(self, element_bytes: int) -> list[Collective]:
         """See `Communicates`: each rank's part of every expert, or its experts, one sum; among

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.kernels.tuning.shapes import ConvolutionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.parameter import (
     Section,
     ShardId,
@@ -17,7 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 
 
-class ShortConvolution(nn.Module):
+class ShortConvolution(nn.Module, ReadsTiles):
     """A depthwise convolution: `weight [channels, width]`, sharded by sections such as q, k, v, and
     `bias [channels]` or None."""
 
@@ -41,6 +42,11 @@ class ShortConvolution(nn.Module):
         """`loaded [channels, 1, width]` as torch's Conv1d stores it, of all sections or of one."""
         flat = loaded.squeeze(1) if loaded.dim() == 3 else loaded
         load_sections(param, flat, shard_id, sections=self.sections)
+
+    def kernel_shapes(self) -> KernelShapes:
+        channels, taps = self.weight.shape
+        shape = ConvolutionShape(channels, taps, self.bias is not None)
+        return KernelShapes(convolutions=(shape,))
 
     def forward(self, x: Tensor, conv_state: Tensor, batch: PrefillBatch) -> Tensor:
         """Of prefills: `x [tokens, channels]`, any token stride, to a dense tensor of its shape;

@@ -13,6 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.rotary import RotaryProblem
+from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -23,7 +24,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 
-class Attention(nn.Module, AttentionLayerBase):
+class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
     """Attention of this process's heads; keeps keys and values per token.
 
     Causal, unless the tokens of a request are a block (`rows`). Two entries. `forward(query, key,
@@ -70,6 +71,7 @@ class Attention(nn.Module, AttentionLayerBase):
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
         self.impl.rows = rows
+        self.has_sinks = sinks is not None
         if sinks is not None:
             self._set_sinks(sinks)
         self.cache_scales = self._make_cache_scales()
@@ -236,6 +238,11 @@ class Attention(nn.Module, AttentionLayerBase):
             dtype=self.kv_cache_dtype,
             lookahead=self.cache_lookahead,
         )
+
+    def kernel_shapes(self) -> KernelShapes:
+        heads = (self.num_heads, self.num_kv_heads, self.head_size)
+        shape = AttentionShape(*heads, self.sliding_window, self.has_sinks)
+        return KernelShapes(attention=(shape,))
 
     def extra_repr(self) -> str:
         return f"heads={self.num_heads}/{self.num_kv_heads}, head_size={self.head_size}"
