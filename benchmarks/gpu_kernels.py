@@ -3,7 +3,8 @@
 
     PYTHONPATH=. python benchmarks/gpu_kernels.py [--only gdn,paged] [--no-check]
 
-Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128). Times are
+Sizes are those of Qwen3.5-4B (16/4 heads of 256; 16/32 gated-delta heads of 128 x 128), and for
+latent attention those of Kimi-Linear (32 heads of 128 + 64, rows of 512 + 64). Times are
 medians of graph replays of launches one after another, in turn on inputs that together do not fit
 in the L2 cache (those of small ops do, as in a step). The bytes or FLOP are the least the op must
 move or do; the last column is their rate's share of 4.3 TB/s or 790 TFLOP/s, both measured on one
@@ -28,6 +29,7 @@ from tests.kernels import cases
 from tests.kernels.cases import Case, strided
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
+from vllm.kernels.latent_attention import expansion_pays
 from vllm.kernels.sampling.adjust import change_logits
 from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.kernels.sampling.draw import argmax_rows, gumbel_sample
@@ -40,6 +42,8 @@ GB_PER_S = 4300.0
 TFLOP_PER_S = 790.0
 HEADS = (16, 4, 256)
 GDN_HEADS = (16, 32, 128, 128)
+#: heads, dimensions of a key of its own, shared ones, of a value, of the latent
+LATENT = (32, 128, 64, 128, 512)
 CHANNELS = 2 * 16 * 128 + 32 * 128
 HIDDEN, FFN, VOCAB = 2560, 9216, 248320
 BF16 = torch.bfloat16
@@ -54,9 +58,13 @@ REPEAT_MS = 40
 #: the bound on decodes' contexts
 MAX_MODEL_LEN = 16384
 
+#: of ops that round in between
+TOLERANCES = {"gdn_prefill": 1e-2, "latent_attention": 1.5e-2}
+
 #: what `report` printed, for `--output`
 ROWS: list[dict[str, Any]] = []
 
+DEVICE = "cuda"
 MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 CAPABILITY = torch.cuda.get_device_capability()
 kernels = CudaKernels(CAPABILITY)
@@ -74,7 +82,7 @@ class Bench:
 
 
 def rand(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, dtype=dtype, device="cuda")
+    return torch.randn(*shape, dtype=dtype, device=DEVICE)
 
 
 def token_ops(t: int) -> Iterator[Bench]:
@@ -98,7 +106,7 @@ def token_ops(t: int) -> Iterator[Bench]:
                 lambda: dense_rope_case(t), 2.0 * t * 2 * 256 * (16 + 8))  # fmt: skip
     yield Bench("write_rows", f"{t} x 4 x {HIDDEN}",
                 lambda: dict(rows=rand(t, 4, HIDDEN), cache=rand(t // 16 + 1, 16, 4, HIDDEN),
-                             slot_mapping=torch.arange(t, device="cuda")), 8 * row)  # fmt: skip
+                             slot_mapping=torch.arange(t, device=DEVICE)), 8 * row)  # fmt: skip
 
 
 def matmuls(t: int) -> Iterator[Bench]:
@@ -120,7 +128,7 @@ def linear_case(t: int, n: int, k: int) -> Case:
 
 
 def dense_rope_case(tokens: int) -> Case:
-    case = cases.rope_case(tokens, HEADS, BF16, "cuda", rot=64)
+    case = cases.rope_case(tokens, HEADS, BF16, DEVICE, rot=64)
     return case | dict(qkv=case["qkv"].contiguous())
 
 
@@ -141,7 +149,7 @@ def attention(
     bound = {"max_seq_len": MAX_MODEL_LEN} if longest == 1 else {}
 
     def make() -> Case:
-        case = cases.attention_case(lengths, heads, BF16, "cuda") | bound
+        case = cases.attention_case(lengths, heads, BF16, DEVICE) | bound
         return case | dict(kv_cache=_copy(case["kv_cache"], cache))
 
     return Bench(
@@ -153,10 +161,31 @@ def attention(
     )
 
 
+def latents(name: str, lengths: list[tuple[int, int]]) -> Bench:
+    """Latent attention: rows are read once, or keys and values are made of them for one prompt,
+    which has to be long enough; `lengths` as in `attention`."""
+    heads, nope, shared, value, latent = LATENT
+    queries, context = (sum(each) for each in zip(*lengths, strict=True))
+    longest = max(q for q, _ in lengths)
+    pairs = sum(q * (s - q) + q * (q + 1) / 2 for q, s in lengths)
+    compute_bound = len(lengths) == 1 and expansion_pays(longest, latent, nope, value)
+    made = 2.0 * context * heads * latent * (nope + value)
+    read = context * (latent + shared) + heads * (nope + value) * latent
+    read += queries * heads * (nope + shared + value)
+    bound = {"max_seq_len": MAX_MODEL_LEN} if longest == 1 else {}
+    return Bench(
+        "latent_attention",
+        name,
+        lambda: cases.latent_case(lengths, LATENT, BF16, DEVICE) | bound,
+        0.0 if compute_bound else 2.0 * read,
+        made + 2.0 * pairs * heads * (nope + shared + value) if compute_bound else 0.0,
+    )
+
+
 def convolution(name: str, lengths: list[int]) -> Bench:
     tokens, carried = sum(lengths), [False] * len(lengths)
     return Bench("causal_conv1d", name,
-                 lambda: cases.conv_case(lengths, carried, CHANNELS, BF16, "cuda")
+                 lambda: cases.conv_case(lengths, carried, CHANNELS, BF16, DEVICE)
                  | dict(x=rand(tokens, CHANNELS)), 4.0 * tokens * CHANNELS)  # fmt: skip
 
 
@@ -172,10 +201,10 @@ def delta_rule(
     tokens, carried = sum(lengths), [False] * len(lengths)
     chunk = 2 * 64 * (5 * 64 * 128 + 3 * 128 * 128)
     cuts = ScanCuts(heads[1], 128, MULTIPROCESSORS)
-    starts, device = cases.starts_of(lengths), torch.device("cuda")
+    starts, device = cases.starts_of(lengths), torch.device(DEVICE)
     segments = cuts.of_batch(starts, device) if split else None
     return Bench("gdn_prefill", name,
-                 lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, "cuda",
+                 lambda: cases.gdn_case(lengths, carried, (*heads, 128, 128), BF16, DEVICE,
                                         slow_decay=slow_decay)
                  | dict(qkv=rand(tokens, (2 * heads[0] + heads[1]) * 128),
                         segments=segments),
@@ -185,7 +214,7 @@ def delta_rule(
 def decode(n: int) -> Bench:
     state = n * (2.0 * STATE_BYTES + CHANNELS * 2 * 8 + 4096 * 2)
     return Bench("gdn_decode", f"{n} sequences",
-                 lambda: cases.gdn_decode_case(n, GDN_HEADS, BF16, "cuda")
+                 lambda: cases.gdn_decode_case(n, GDN_HEADS, BF16, DEVICE)
                  | dict(qkv=rand(n, CHANNELS)), state)  # fmt: skip
 
 
@@ -209,6 +238,11 @@ def benches() -> list[Bench]:
         attention("decode 64 x 1024", [(1, 1024)] * 64, FP8),
         attention("decode 64 x 4096", [(1, 4096)] * 64, FP8),
         attention("prefill 2 x 4096", [(4096, 4096)] * 2, FP8),
+        latents("decode 64 x 4096", [(1, 4096)] * 64),
+        latents("decode 1 x 12000", [(1, 12000)]),
+        latents("verify 64 x 4 of 4096", [(4, 4096)] * 64),
+        latents("prefill 1 x 4096, expanded", [(4096, 4096)]),
+        latents("prefill 2048 of 12000, expanded", [(2048, 12000)]),
     ]
     for name, lengths in (("2 x 4096", [4096] * 2), ("1 x 8192", [8192]), ("16 x 512", [512] * 16)):
         out += [convolution(name, lengths), delta_rule(name, lengths)]
@@ -277,14 +311,17 @@ def checks() -> list[Bench]:
             attention(f"ragged prefill {heads}", [(700, 2000), (1, 50), (130, 130)], heads=heads)
             for heads in (HEADS, (32, 8, 128), (32, 8, 64))
         ),
+        latents("ragged decode", [(1, 1024)] * 8 + [(1, 37)]),
+        latents("verify", [(4, 300)] * 8),
+        latents("expanded", [(300, 700)]),
     ]
     lengths, carried = [500, 1, 64, 129], [True, False, True, False]
     for heads in (GDN_HEADS, (30, 30, 96, 192)):
-        make = partial(cases.gdn_case, lengths, carried, heads, BF16, "cuda", padding=1)
+        make = partial(cases.gdn_case, lengths, carried, heads, BF16, DEVICE, padding=1)
         todo.append(Bench("gdn_prefill", f"ragged {heads}", make))
-    slow = partial(cases.gdn_case, [2000], [True], GDN_HEADS, BF16, "cuda", slow_decay=True)
-    conv = partial(cases.conv_case, lengths, carried, CHANNELS, BF16, "cuda", padding=1)
-    step = partial(cases.gdn_decode_case, 33, GDN_HEADS, BF16, "cuda", padding=3)
+    slow = partial(cases.gdn_case, [2000], [True], GDN_HEADS, BF16, DEVICE, slow_decay=True)
+    conv = partial(cases.conv_case, lengths, carried, CHANNELS, BF16, DEVICE, padding=1)
+    step = partial(cases.gdn_decode_case, 33, GDN_HEADS, BF16, DEVICE, padding=3)
     todo.append(Bench("gdn_prefill", "slow decay", slow))
     todo.append(Bench("causal_conv1d", "ragged", conv))
     todo.append(Bench("gdn_decode", "33 sequences", step))
@@ -299,8 +336,7 @@ def check_all(only: list[str]) -> bool:
             continue
         torch.manual_seed(0)
         try:
-            tolerance = 1e-2 if bench.op == "gdn_prefill" else 5e-3
-            cases.check(kernels, bench.op, bench.make(), tolerance)
+            cases.check(kernels, bench.op, bench.make(), TOLERANCES.get(bench.op, 5e-3))
         except Exception as error:
             good = False
             reason = f"{type(error).__name__}: {str(error)[:400]}"
@@ -313,7 +349,7 @@ def time_all(only: list[str]) -> None:
     for bench in benches():
         if only and not any(name in bench.op for name in only):
             continue
-        with torch.device("cuda"):  # random numbers are drawn there: a seed is not needed
+        with torch.device(DEVICE):  # random numbers are drawn there: a seed is not needed
             case = bench.make()
         us = time_us([partial(cases.run, kernels, bench.op, case) for case in copies(case)])
         report(bench.op, bench.shape, us, bench.bytes, bench.flops)
@@ -325,15 +361,15 @@ def time_all(only: list[str]) -> None:
 
 def time_sampling(n: int) -> None:
     """Choosing a token per row, filtered and not, and its logprobs; bf16 logits as a model's."""
-    logits, temperature = rand(n, VOCAB), torch.full((n,), 0.8, device="cuda")
-    seeds = torch.arange(n, device="cuda")
-    top_k, top_p = torch.full((n,), 20, device="cuda"), torch.full((n,), 0.9, device="cuda")
+    logits, temperature = rand(n, VOCAB), torch.full((n,), 0.8, device=DEVICE)
+    seeds = torch.arange(n, device=DEVICE)
+    top_k, top_p = torch.full((n,), 20, device=DEVICE), torch.full((n,), 0.9, device=DEVICE)
     kept = kept_tokens(logits, temperature, top_k, top_p, None)
     penalised = np.zeros((n, len(Field)), dtype=np.int64)
-    marks = torch.zeros(VOCAB, dtype=torch.int32, device="cuda")
+    marks = torch.zeros(VOCAB, dtype=torch.int32, device=DEVICE)
     penalised[:, Field.MARKS] = marks.data_ptr()
     descriptors = torch.from_numpy(penalised).cuda()
-    order = torch.arange(n, dtype=torch.int32, device="cuda")
+    order = torch.arange(n, dtype=torch.int32, device=DEVICE)
     read = 2.0 * n * VOCAB
     for op, num_bytes, run in (
         ("argmax_rows", read, partial(argmax_rows, logits)),

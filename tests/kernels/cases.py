@@ -177,6 +177,30 @@ def attention_case(
     )
 
 
+def latent_case(
+    lengths: list[tuple[int, int]],
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    **options: Any,
+) -> Case:
+    """`size`: heads, dimensions of a key of its own, shared ones, of a value, of the latent; the
+    rest as in `attention_case`."""
+    heads, nope, shared, value, latent = size
+    case = attention_case(lengths, (heads, 1, latent + shared), dtype, device, **options)
+    tokens = len(case["query"])
+    for name in ("gate", "sliding_window", "rows"):
+        del case[name]
+    return case | dict(
+        query=randn(tokens, heads, nope + shared, dtype=dtype, device=device),
+        kv_b=randn(heads, nope + value, latent, dtype=dtype, device=device, scale=latent**-0.5),
+        cache=case.pop("kv_cache")[:, 0, :, 0],
+        scale=(nope + shared) ** -0.5,
+        out=torch.full((tokens, heads, value), torch.nan, dtype=dtype, device=device),
+        room=10**6,
+    )
+
+
 def rope_case(
     tokens: int,
     heads: tuple[int, int, int],

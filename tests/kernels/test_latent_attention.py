@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import Case, attention_case, check, error_ratio, randn
+from tests.kernels.cases import check, error_ratio, latent_case
 from vllm import decisions
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.cpu import CpuKernels
@@ -28,28 +27,6 @@ VERIFY = [(4, 4), (4, 70)]
 PREFILL = [(1, 20), (9, 9), (7, 70)]
 #: those of a GPU round the query and the result once more where they are absorbed
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-
-
-def latent_case(
-    lengths: list[tuple[int, int]],
-    size: tuple[int, ...],
-    dtype: torch.dtype,
-    device: str,
-    **options: Any,
-) -> Case:
-    heads, nope, shared, value, latent = size
-    case = attention_case(lengths, (heads, 1, latent + shared), dtype, device, **options)
-    tokens = len(case["query"])
-    for name in ("gate", "sliding_window", "rows"):
-        del case[name]
-    return case | dict(
-        query=randn(tokens, heads, nope + shared, dtype=dtype, device=device),
-        kv_b=randn(heads, nope + value, latent, dtype=dtype, device=device, scale=latent**-0.5),
-        cache=case.pop("kv_cache")[:, 0, :, 0],
-        scale=(nope + shared) ** -0.5,
-        out=torch.full((tokens, heads, value), torch.nan, dtype=dtype, device=device),
-        room=10**6,
-    )
 
 
 def test_reference_is_attention_over_keys_and_values_of_its_own() -> None:
