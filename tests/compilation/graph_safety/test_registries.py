@@ -72,7 +72,7 @@ def test_every_mixer_is_checked() -> None:
 def test_every_quantisation_is_checked() -> None:
     forms = [form for _, form in [*test_served_forms.STORED, *test_served_forms.MORE]]
     stored = {quantized_models._CONFIGS[form]["quant_method"] for form in forms}
-    assert set(forms) == set(quantized_models.FORMATS) and stored == set(registry._STORED)
+    assert set(forms) == set(quantized_models._CONFIGS) and stored == set(registry._STORED)
     assert set(test_served_forms.AT_LOAD) == set(registry._AT_LOAD)
     assert set(test_served_forms.MADE_16_BIT) == set(registry._MADE_16_BIT)
 

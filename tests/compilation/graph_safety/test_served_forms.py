@@ -32,7 +32,8 @@ KEPT = ("in_proj_a", "in_proj_b", "kv_a_proj_with_mqa")
 STORED: list[tuple[str, Format]] = [("llama", "tensor"), ("mixtral", "block")]
 MORE: list[tuple[str, Format]] = [
     *[("qwen3_5", form) for form in ("static", "block", "compressed")],
-    *[("mixtral", form) for form in ("tensor", "compressed")],
+    *[("mixtral", form) for form in ("tensor", "compressed", "modelopt")],
+    ("llama", "compressed block"),
 ]
 AT_LOAD = ("fp8",)
 #: kept in no form of its own while steps run
