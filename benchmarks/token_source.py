@@ -158,6 +158,9 @@ class TokenExecutor(Executor):
     def get_placed_specs(self, placement: Placement | None = None) -> list[list[PlacementSpecs]]:
         return [[]]
 
+    def get_journal_bytes(self, placement: Placement | None = None) -> list[int]:
+        return [0]
+
     def determine_available_memory(self) -> list[int]:
         return [1 << 30]
 
