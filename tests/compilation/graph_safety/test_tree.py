@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from apriel2_models import MIXERS, pattern, save
+from apriel2_models import MAMBA, MIXERS, pattern, save
 from tiny_models import FAMILIES, tiny_model
 
 from tests.nightly import nightly
@@ -52,15 +52,16 @@ def test_no_family_has_a_hazard(family: str) -> None:
 
 def test_apriel2_has_no_hazard(tmp_path: Path) -> None:
     """A layer for each mixer of supernets."""
-    report = check_model(
-        EngineArgs(str(save(tmp_path, pattern([*MIXERS]), {}))).create_engine_config()
-    )
+    mixers = MIXERS | MAMBA
+    decoder = pattern([*mixers], mixers)
+    report = check_model(EngineArgs(str(save(tmp_path, decoder, {}))).create_engine_config())
     assert report.is_clean, "\n" + as_table([report])
     layers = "vllm.model_executor.layers"
     assert {
         "vllm.model_executor.models.apriel2.Apriel2DecoderLayer.mix_stream",
         f"{layers}.gated_delta_net.GatedDeltaNet.decode",
         f"{layers}.kimi_delta_attention.KimiDeltaAttention.decode",
+        f"{layers}.grouped_mamba.GroupedMamba.decode",
     } <= set(report.functions)
 
 

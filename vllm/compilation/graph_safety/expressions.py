@@ -325,13 +325,15 @@ class Expressions(Body):
         return receiver if isinstance(receiver, Known) and receiver.object is None else UNKNOWN
 
     def _slice(self, receiver: Items, at: ast.Slice) -> Items:
-        lower, upper = at.lower, at.upper
-        if at.step is None and upper is None and isinstance(lower, ast.Constant):
-            if isinstance(lower.value, int) and lower.value >= 0:
-                return Items(receiver.first[lower.value :], receiver.each)
-        if at.step is None and lower is None and isinstance(upper, ast.Constant):
-            if isinstance(upper.value, int) and 0 <= upper.value <= len(receiver.first):
-                return Items(receiver.first[: upper.value])
+        if at.step is not None:
+            return Items((), receiver.any())
+        match at.lower, at.upper:
+            case ast.Constant(value=int(begin)), None if begin >= 0:
+                return Items(receiver.first[begin:], receiver.each)
+            case None, ast.Constant(value=int(end)) if 0 <= end <= len(receiver.first):
+                return Items(receiver.first[:end])
+            case ast.Constant(value=int(begin)), ast.Constant(value=int(end)) if begin >= 0:
+                return Items(tuple(receiver.at(i) for i in range(begin, end)))
         return Items((), receiver.any())
 
     def check_bounds(self, index: ast.expr) -> None:
