@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from vllm.distributed.parallel_state import GroupCoordinator, as_first_rank_of
 from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.cli.tune import model_shapes
 from vllm.kernels.attention import SHORT_ROWS, AttentionProblem
+from vllm.kernels.fp8 import FP8
 from vllm.kernels.latent_attention import LatentAttentionProblem
-from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe import ExpertsProblem, RoutingRule
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.triton.configs import pick, shipped
 from vllm.kernels.triton.tile_files import Tile
@@ -29,6 +31,9 @@ from vllm.kernels.tuning.spaces import Space, spaces
 from vllm.kernels.tuning.sweep import with_tile
 from vllm.kernels.tuning.workloads import Workloads
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.problem import GdnPrefill
+from vllm.model_executor.layers.mixture_shape import MixtureShape
+from vllm.model_executor.layers.moe import MixtureOfExperts
+from vllm.model_executor.layers.quantization.fp8_config import Fp8Config
 from vllm.platforms import current_platform
 
 FAMILIES = (
@@ -85,7 +90,7 @@ def workload_sizes(shapes: KernelShapes) -> Sizes:
     found, workloads = Launches(), Workloads(NaiveKernels(), torch.device("meta"))
     for space in spaces(shapes):
         for make, run in zip(space.workloads, space.runs(workloads), strict=True):
-            args: tuple[Any, ...] = run.args  # type: ignore[attr-defined]
+            args: tuple[Any, ...] = run.args
             if space.field.startswith("attention"):
                 found.add_attention(args[0], make.keywords["shape"].heads_apart)
             elif space.field.startswith("moe"):
@@ -138,7 +143,7 @@ def test_every_workload_reads_the_tile_it_compares(family: str | None) -> None:
     workloads = Workloads(NaiveKernels(), torch.device("meta"))
     for space in spaces(shapes):
         for run in space.runs(workloads):
-            problem = run.args[0]  # type: ignore[attr-defined]
+            problem = run.args[0]
             assert reads(space, problem), f"{space.name}: {problem}"
 
 
@@ -161,12 +166,28 @@ def reads(space: Space, problem: Any) -> bool:
     return space.width is None
 
 
+@pytest.mark.parametrize("weights", ["rows", "block"])
+def test_float8_experts_have_the_layers_scales(weights: Any) -> None:
+    shape = MixtureShape(256, 128, 4, RoutingRule(2), shared_intermediate_size=128)
+    mixture = MixtureOfExperts(shape, "mlp", Fp8Config(weights))
+    (told,) = mixture.kernel_shapes().experts
+    workloads = Workloads(NaiveKernels(), torch.device("meta"))
+    few, many = (workloads.experts(told, tokens).args[0] for tokens in (1, 40))
+    scales = mixture.experts.method.scales(mixture.experts)
+    assert [each.shape for each in few.scales.both] == [each.shape for each in scales.both]
+    assert few.gate_up.dtype == few.down.dtype == mixture.experts.down_proj.dtype == FP8
+    assert few.gate_up.shape == mixture.experts.gate_up_proj.shape
+    assert many.gate_up is few.gate_up and str(told).endswith("float8")
+    other = workloads.experts(replace(told, scales=None), 1).args[0]
+    assert other.scales is None and other.down.dtype == torch.bfloat16
+
+
 def test_heads_of_no_table_and_groups_of_many_heads() -> None:
     wide, many = AttentionShape(8, 4, 512), AttentionShape(128, 1, 64)
     assert not any(space.workloads for space in spaces(KernelShapes(attention=(wide,))))
     workloads = Workloads(NaiveKernels(), torch.device("meta"))
     decode = next(s for s in spaces(KernelShapes(attention=(many,))) if s.name.endswith("few.64"))
-    lengths = {run.args[0].max_query_len for run in decode.runs(workloads)}  # type: ignore[attr-defined]
+    lengths = {run.args[0].max_query_len for run in decode.runs(workloads)}
     assert lengths == {1}
 
 

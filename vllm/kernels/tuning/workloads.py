@@ -2,6 +2,7 @@
 """Inputs on which launch parameters are compared: bf16, and float8 experts, of given shapes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -27,12 +28,24 @@ Run = Callable[[], object]
 BLOCK_SIZE = 16
 
 
+@dataclass(frozen=True)
+class _Stacks:
+    """Weights of experts: see `ExpertsProblem`."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    scales: ExpertScales | None
+
+
 class Workloads:
     """Makes runs of `kernels` on `device`; lengths are tokens per sequence."""
 
     def __init__(self, kernels: Kernels, device: torch.device) -> None:
         self._kernels = kernels
         self._device = device
+        self._stacks: tuple[ExpertsShape, _Stacks] | None = None
 
     def attention(self, shape: AttentionShape, lengths: Sequence[tuple[int, int]]) -> Run:
         """Causal attention; `lengths` are (queries, context) pairs."""
@@ -95,7 +108,6 @@ class Workloads:
             self._rows(1, num_seqs, heads, shape.head_v_dim),
             self._zeros(1, num_seqs, heads),
             self._zeros(1, num_seqs, heads),
-            initial_state=self._zeros(num_seqs, heads, shape.head_k_dim, shape.head_v_dim),
             cu_seqlens=self._starts([1] * num_seqs),
             use_qk_l2norm_in_kernel=True,
         )
@@ -116,24 +128,38 @@ class Workloads:
         )
 
     def experts(self, shape: ExpertsShape, tokens: int) -> Run:
-        """The experts' products, chosen evenly."""
-        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
-        rows = (1 + shape.gated) * inner
-        scales = None
-        if shape.scales is not None:
-            scales = ExpertScales(*(self._ones(*each) for each in shape.scales))
+        """The experts' products, chosen evenly; batches of one shape share the weights."""
+        if self._stacks is None or self._stacks[0] != shape:
+            self._stacks = shape, self._make_stacks(shape)
+        stacks = self._stacks[1]
         problem = ExpertsProblem(
-            self._rows(tokens, hidden),
-            self._weights(count, rows, hidden, narrow=scales is not None),
-            self._weights(count, hidden, inner, narrow=scales is not None),
+            self._rows(tokens, shape.hidden),
+            stacks.gate_up,
+            stacks.down,
             self._routing(shape, tokens),
             gated=shape.gated,
-            gate_up_bias=self._rows(count, rows) if shape.biases else None,
-            down_bias=self._rows(count, hidden) if shape.biases else None,
+            gate_up_bias=stacks.gate_up_bias,
+            down_bias=stacks.down_bias,
             clamp=shape.clamp,
-            scales=scales,
+            scales=stacks.scales,
         )
         return partial(self._kernels.run_experts, problem)
+
+    def _make_stacks(self, shape: ExpertsShape) -> _Stacks:
+        count, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        rows = (1 + shape.gated) * inner
+        gate_up, down = self._rows(count, rows, hidden), self._rows(count, hidden, inner)
+        scales = None
+        if shape.scales is not None:
+            gate_up, down = gate_up.to(FP8), down.to(FP8)
+            scales = ExpertScales(*(torch.ones(s, device=self._device) for s in shape.scales))
+        return _Stacks(
+            gate_up,
+            down,
+            self._rows(count, rows) if shape.biases else None,
+            self._rows(count, hidden) if shape.biases else None,
+            scales,
+        )
 
     def _routing(self, shape: ExpertsShape, tokens: int) -> Routing:
         routed = shape.num_experts - shape.shared
@@ -147,16 +173,8 @@ class Workloads:
     def _rows(self, *shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=self._device)
 
-    def _weights(self, *shape: int, narrow: bool) -> Tensor:
-        """bf16, or float8 where `narrow`."""
-        weights = self._rows(*shape)
-        return weights.to(FP8) if narrow else weights
-
     def _zeros(self, *shape: int) -> Tensor:
         return torch.zeros(*shape, device=self._device)
-
-    def _ones(self, *shape: int) -> Tensor:
-        return torch.ones(*shape, device=self._device)
 
     def _ints(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self._device)
