@@ -88,7 +88,10 @@ def request(req_id: str = "r") -> Request:
 
 
 def test_memory_is_left_by_all_children_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    multi, config = make(child(), child("PlainConnector")), cache_config(16, None)
+    config, vllm_config = cache_config(16, None), multi_config(child(), child("PlainConnector"))
+    vllm_config.scheduler_config.disable_hybrid_kv_cache_manager = True  # as the plain one needs
+    multi = KVConnectorFactory.create_connector(vllm_config, KVConnectorRole.SCHEDULER, config)
+    assert isinstance(multi, MultiConnector)
     assert not multi.can_leave_memory
     left: list[Any] = []
     for one in multi._children:

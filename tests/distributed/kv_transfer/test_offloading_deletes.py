@@ -124,7 +124,8 @@ def test_a_step_removes_before_it_writes(tmp_path: Path) -> None:
     the copy is, and however slow the disk, the new file stays."""
     arena = torch.randint(256, (5 * PLAN.page_bytes,), dtype=torch.uint8)
     store = FileStore(str(tmp_path), {}, 0)
-    transfers = Transfers(arena, PLAN, HostMemory(PLAN, 4, pinned=False), store)
+    host = HostMemory(PLAN, 4, pinned=False)
+    transfers = Transfers(arena, PLAN, host, store, lambda: None)
     transfers._threads.shutdown()
     transfers._threads = AtOnce()
     store.write(NAME, np.zeros(PLAN.groups[0].block_bytes, np.uint8), 0)
