@@ -189,6 +189,7 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
     assert steps[0] == steps[1] == 1 + 5
 
 
+@pytest.mark.usefixtures("weighed_drafters")
 @pytest.mark.parametrize(("name", "passes"), [("mtp", DRAFTS), ("dflash-llama", 1)])
 def test_the_policy_is_told_what_drafting_reads(
     name: str, passes: int, methods: Methods, make_engine: MakeEngine
