@@ -65,6 +65,8 @@ def read_header(path: Path) -> list[StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, size))
+    if len(text) < length:
+        raise ValueError(f"{path} is truncated or corrupt: {len(text)} of {length} header bytes")
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
