@@ -11,7 +11,6 @@ from tiny_models import tiny_model
 from benchmarks import forced_acceptance
 from benchmarks.forced_acceptance import mean_tokens, measure, predicted
 from vllm.config.draft_methods import DRAFT_METHODS
-from vllm.v1.core.sched.draft_policy import DraftPolicy
 
 SMALL = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -26,8 +25,6 @@ def test_drafts_are_accepted(
     for name in ("eagle3", "dflash"):
         monkeypatch.setitem(DRAFT_METHODS, name, DRAFT_METHODS[name])  # type: ignore[misc]
     monkeypatch.setattr(forced_acceptance, "LAYER", forced_acceptance.LAYER | SMALL)
-    # Of this size heads weigh more than their target, which never pays.
-    monkeypatch.setattr(DraftPolicy, "use_weights_read", lambda self, target, drafter: None)
     words = [f'model="{tiny_model("qwen3_5")}"', "max_model_len=512", "max_num_seqs=4"]
     words += ['dtype="float32"', "kv_cache_memory_bytes=33554432", "max_num_batched_tokens=256"]
     found = measure(arm, 0.8, words, {2: 120})
@@ -38,7 +35,7 @@ def test_drafts_are_accepted(
 
 def test_what_is_predicted() -> None:
     assert mean_tokens(3, 0.8) == pytest.approx(2.952)
-    sizes = {"weights_bytes": 100, "drafter_bytes": 5}
+    sizes = {"weights_bytes": 100 * 10**9, "drafter_bytes": 5 * 10**9}
     found = {"eagle3": sizes, "dflash:3": sizes}
     serial, block = (predicted(arm, 1, 0.8, found) for arm in found)
     assert 2.4 < serial < block < 2.952

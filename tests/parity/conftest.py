@@ -36,22 +36,6 @@ def _forked_workers(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def weighed_drafters() -> None:
-    """The draft policy of the test's engines knows what drafters weigh."""
-
-
-@pytest.fixture(autouse=True)
-def _drafters_weigh_nothing(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiny drafters are as large as their targets, and would never be worth their time."""
-    from vllm.v1.core.sched.draft_policy import DraftPolicy
-
-    if "weighed_drafters" not in request.fixturenames:
-        monkeypatch.setattr(DraftPolicy, "use_weights_read", lambda self, target, drafter: None)
-
-
-@pytest.fixture
 def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeEngine]:
     """`make_engine(family, dtype=..., **llm_kwargs)`; engines are shut down at the end.
 

@@ -24,7 +24,6 @@ from tests.distributed.kv_transfer.offload_engines import (
 )
 from tests.tiny_models import tiny_model
 from vllm import LLM
-from vllm.v1.core.sched.draft_policy import DraftPolicy
 
 FAMILIES = ("llama", "qwen3_sliding", "qwen3_5", "kimi_linear")
 RECURRENT = ("qwen3_5", "kimi_linear")
@@ -107,13 +106,9 @@ def drafted(llm: LLM) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_sliding", "qwen3_5"])
-def test_a_drafters_state_comes_back_with_the_targets(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafters_state_comes_back_with_the_targets(family: str, tmp_path: Path) -> None:
     """So the tokens, their bits and what is drafted are those of a hit on the device, after all of
     it was evicted and after a restart."""
-    # A model that is as large as its target never pays.
-    monkeypatch.setattr(DraftPolicy, "use_weights_read", lambda self, target, drafter: None)
     options = with_draft_model(family, tmp_path / "draft")
     root = tmp_path / "files"
     with engine(None, family, **options) as llm:

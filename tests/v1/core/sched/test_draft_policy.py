@@ -79,9 +79,17 @@ def test_a_drafter_that_reads_as_much_as_it_saves_is_not_tried() -> None:
 
 
 def test_what_drafting_costs_is_a_decision(log: DecisionLog) -> None:
-    DraftPolicy(3).use_weights_read(8_000, 1_200)
+    DraftPolicy(3).use_weights_read(8 * 10**9, 12 * 10**8)
     (found,) = (d for d in log.decisions() if d.what == "cost of drafting")
-    assert found.chosen == "0.150 of reading the target" and "1200 bytes per step" in found.why
+    assert found.chosen == "0.150 of reading the target"
+    assert "1200000000 bytes per step" in found.why
+
+
+def test_a_tiny_target_is_no_measure_of_what_drafting_costs() -> None:
+    policy = DraftPolicy(3)
+    policy.use_weights_read(800_000, 2_400_000)
+    assert policy.slowdown(1) == pytest.approx(1 + 3 / 129, abs=0.05)
+    assert policy.choose(requests(1)) == 3
 
 
 def test_a_new_request_is_expected_to_be_like_the_others() -> None:

@@ -11,6 +11,8 @@ from vllm.v1.request import Request
 
 #: tokens whose computation takes a step as long as reading the weights does
 BALANCE = 128
+#: weights that take no time to read beside the rest of a step: tiny models' are fewer
+LEAST_BYTES = 2**26
 #: weight of a request's newest verification in its yield
 _NEWEST = 0.2
 #: what drafting has to gain beyond what it costs
@@ -54,8 +56,9 @@ class DraftPolicy:
         self._recorded: bool | None = None
 
     def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
-        """Bytes of the target's weights that a step reads, and of the drafter's if it drafts."""
-        self._drafting = drafter_bytes / target_bytes
+        """Bytes of the target's weights that a step reads, and of the drafter's if it drafts. A
+        target of less than `LEAST_BYTES` counts as if it had as many."""
+        self._drafting = drafter_bytes / max(target_bytes, LEAST_BYTES)
         why = f"its weights, {drafter_bytes} bytes per step, by the target's, {target_bytes}"
         decisions.record("cost of drafting", f"{self._drafting:.3f} of reading the target", why)
 
