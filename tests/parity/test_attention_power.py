@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
@@ -18,9 +19,9 @@ from vllm.model_executor.layers import mlp, rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.models import gemma3, gpt_oss, olmo_hybrid
 from vllm.model_executor.models.olmo_hybrid import WholeNormAttention
-from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -122,15 +123,15 @@ def _truncated_ramp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _experts(**changes: object) -> Damage:
+    """Whichever kernel computes it."""
+
     def damage(monkeypatch: pytest.MonkeyPatch) -> None:
-        kernels = current_platform.kernels
-        run = kernels.run_experts
+        make = MixtureOfExperts._problem
 
-        def changed(problem: ExpertsProblem) -> Tensor:
-            out: Tensor = run(replace(problem, **changes))  # type: ignore[arg-type]
-            return out
+        def changed(layer: MixtureOfExperts, *given: Any) -> ExpertsProblem:
+            return replace(make(layer, *given), **changes)
 
-        monkeypatch.setattr(kernels, "run_experts", changed)
+        monkeypatch.setattr(MixtureOfExperts, "_problem", changed)
 
     return damage
 

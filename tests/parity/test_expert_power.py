@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from parity_checks import MakeEngine, assert_equals_reference, generate, in_this_process, prompts
 from tiny_models import tiny_model
-from torch import Tensor
 
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
+from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.platforms import current_platform
 
 pytestmark = [pytest.mark.parity, in_this_process]
@@ -68,14 +68,14 @@ def _no_shared(problem: RoutingProblem, routing: Routing) -> Routing:
 
 
 def _up_before_gate(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = kernels.run_experts
+    """Whichever kernel computes it."""
+    make = MixtureOfExperts._problem
 
-    def swapped(problem: ExpertsProblem) -> Tensor:
-        inner = problem.intermediate
-        result: Tensor = run(replace(problem, gate_up=problem.gate_up.roll(inner, 1)))
-        return result
+    def swapped(layer: MixtureOfExperts, *given: Any) -> ExpertsProblem:
+        problem = make(layer, *given)
+        return replace(problem, gate_up=problem.gate_up.roll(problem.intermediate, 1))
 
-    monkeypatch.setattr(kernels, "run_experts", swapped)
+    monkeypatch.setattr(MixtureOfExperts, "_problem", swapped)
 
 
 DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {

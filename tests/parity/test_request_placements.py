@@ -171,11 +171,12 @@ def test_a_step_with_another_placements_memory_is_named(
     supernet: Supernet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sanitizer: layers that stay with the memory of another placement that has them, and
-    what is written to blocks after their placement was retired."""
+    what is written to blocks after their placement was retired. Graphs would keep the addresses of
+    their capture."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
     def started() -> LLM:
-        engine = make(supernet.path, max_request_placements=1, sanitize=True)
+        engine = make(supernet.path, max_request_placements=1, sanitize=True, enforce_eager=True)
         supernet.assert_equals(run(engine, ["kda,sliding_window"], PROMPTS[-1:])[0], asked)
         return engine
 
