@@ -192,9 +192,10 @@ def measure(args: argparse.Namespace) -> list[Row]:
             ServedProcess(
                 serve_command(args, model, role),
                 _START_S,
-                os.environ | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if ON_GPUS else {}),
+                # Its own first: memory of a GPU that a process does not see cannot be mapped.
+                os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if ON_GPUS else {}),
             )
-            for gpu, role in enumerate(("kv_producer", "kv_consumer"))
+            for gpus, role in (("0,1", "kv_producer"), ("1,0", "kv_consumer"))
         ]
         producer, consumer = (stack.enter_context(server) for server in starting)
         pair = Pair(producer, consumer, args.answer_tokens)

@@ -8,7 +8,8 @@ what trained ones cost: an EAGLE-3 head (one layer, 32,000 of the tokens) run on
 DFlash drafter (five layers) run once per step. The final norm of the target is set to zero, so that
 all its tokens are the same one: drafts are replaced by that token with the probability, and by
 another one else, drawn by position with a seed. `verify` has drafts that cost nothing. `--arms
-none,dflash:7` verifies so many.
+dflash:7` verifies so many. The engine without drafts runs first and again last: the GPU's clock
+falls while it is hot, and the two say how much of a difference that is.
 
 Rates are without the prompt. `predicted`: tokens per step, divided by the policy's cost of the
 wider step and the bytes of weights that drafting reads, in those of a plain step. Needs one GPU of
@@ -52,13 +53,15 @@ LAYER = {
 }
 _DRAFT_VOCAB = 32000
 #: what is drafted by -> drafts per step, where an arm does not say: `dflash:7`
-DRAFTS = {"none": 0, "verify": 3, "eagle3": 3, "dflash": 7}
+DRAFTS = {"verify": 3, "eagle3": 3, "dflash": 7}
+#: the engines without drafts, before all others and after them
+PLAIN = ("none:0", "none:again")
 
 
 def parts_of(arm: str) -> tuple[str, int]:
     """What drafts, and how many drafts a step verifies."""
     kind, _, drafts = arm.partition(":")
-    return kind, int(drafts or DRAFTS[kind])
+    return kind, 0 if arm in PLAIN else int(drafts or DRAFTS[kind])
 
 
 class Forced:
@@ -247,12 +250,21 @@ def predicted(arm: str, count: int, acceptance: float, found: dict[str, Any]) ->
     return 1.0 if tokens <= slower else tokens / slower
 
 
+def without_drafts(result: dict[str, Any], count: int) -> tuple[dict[str, float], float]:
+    """The mean of the two engines without drafts, and by how much the slower one's step is longer,
+    in steps of the faster one."""
+    first, last = (result[name][str(count)] for name in PLAIN)
+    mean = {key: (first[key] + last[key]) / 2 for key in ("tokens_per_s", "step_us")}
+    return mean, abs(first["step_us"] - last["step_us"]) / min(first["step_us"], last["step_us"])
+
+
 def rows_of(arm: str, result: dict[str, Any], acceptance: float) -> list[dict[str, Any]]:
-    """One row per number of requests."""
+    """One row per number of requests, beside the engines without drafts."""
     rows = []
     for count in TOKENS:
-        plain, row = result["none"][str(count)], result[arm][str(count)]
-        ratio = 1.0 if arm == "none" else predicted(arm, count, acceptance, result)
+        plain, spread = without_drafts(result, count)
+        row = result[arm][str(count)]
+        ratio = predicted(arm, count, acceptance, result)
         # The draws of so many positions accept a little more or less than their mean.
         drafted = row["tokens_per_step"] > 1.1
         mean = mean_tokens(parts_of(arm)[1], acceptance) if drafted else 1.0
@@ -264,6 +276,8 @@ def rows_of(arm: str, result: dict[str, Any], acceptance: float) -> list[dict[st
                 "tokens_per_s": round(row["tokens_per_s"]),
                 "tokens_per_step": round(row["tokens_per_step"], 2),
                 "step_us": round(row["step_us"]),
+                "plain_us": round(plain["step_us"]),
+                "plain_spread": round(spread, 3),
                 "step_by_plain": round(row["step_us"] / plain["step_us"], 3),
                 "ratio_at_mean": round(mean * plain["step_us"] / row["step_us"], 2),
                 "ratio": round(row["tokens_per_s"] / plain["tokens_per_s"], 2),
@@ -287,14 +301,16 @@ def main() -> None:
     result: dict[str, Any] = {}
     found: dict[str, Any] = {"acceptance": args.acceptance, "rows": []}
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    for arm in args.arms.split(","):
+    arms = args.arms.split(",")
+    for arm in (PLAIN[0], *arms, PLAIN[1]):
         command = [sys.executable, "-m", "benchmarks.forced_acceptance", str(args.output)]
         command += [*args.settings, "--acceptance", str(args.acceptance), "--arms", arm, "--one"]
         subprocess.run(command, check=True)
         result[arm] = json.loads(args.output.read_text())
+    for arm in arms:
         found["rows"] += rows_of(arm, result, args.acceptance)
-        for row in found["rows"][-len(TOKENS) :]:
-            print(json.dumps(row), flush=True)
+    for row in found["rows"]:
+        print(json.dumps(row), flush=True)
     args.output.write_text(json.dumps(found | {"arms": result}, indent=1) + "\n")
 
 

@@ -13,7 +13,13 @@ import re
 import sys
 from typing import Any
 
-from benchmarks import gpu_tables, mixture_tables, placement_tables, process_starts
+from benchmarks import (
+    draft_tables,
+    gpu_tables,
+    mixture_tables,
+    placement_tables,
+    process_starts,
+)
 from benchmarks.disaggregation import Row
 from benchmarks.disaggregation import table as pairs
 from benchmarks.measured_tables import DATA, ROOT, compared, load
@@ -24,6 +30,7 @@ PAGES = (
     ROOT / "docs" / "disaggregation.md",
     ROOT / "docs" / "models.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "speculative_decoding.md",
     ROOT / "docs" / "state_memory.md",
 )
 
@@ -221,6 +228,7 @@ TABLES = {
     "mixture": mixture_tables.served,
     "experts": mixture_tables.experts,
     "placements": placement_tables.steps,
+    "drafts": draft_tables.gains,
     "cpu": cpu_table,
     "api": api_table,
     "http": http_table,
