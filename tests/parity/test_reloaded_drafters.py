@@ -15,8 +15,10 @@ from parity_checks import MakeEngine, in_this_process, prompts
 from tests.distributed.kv_transfer.offload_engines import drain, offloading
 from tests.distributed.kv_transfer.p2p_engines import hand_on, transfer
 from tests.nightly import nightly
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p import scheduling
 from vllm.model_executor.models.draft_head import DraftHead
 from vllm.v1.core.sched.draft_policy import DraftPolicy
+from vllm.v1.request import Request
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -84,20 +86,47 @@ def test_a_row_of_another_prompt_is_noticed(
         check_proposals(run, method)
 
 
-def test_a_drafter_of_blocks_goes_on_in_another_engine(
-    methods: Methods, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its rows depend on nothing that the engine of the prompt does not know."""
-    monkeypatch.setattr(DraftPolicy, "choose", always)
-    method = methods("dflash")
-    (prompt,) = prompts((70,))
+def _answered_elsewhere(
+    methods: Methods, make_engine: MakeEngine, name: str
+) -> tuple[Watched, float]:
+    """The engine that answered prompts of another one, with the texts of a single engine; how far
+    its proposals are from those of a cold run."""
+    method = methods(name)
+    asked = [*prompts((70, 2)), *beginnings()[:2]]
     plain = engine(make_engine, method, 0)
-    plain.generate([prompt], [24])
     of_prompts, of_answers = (
         engine(make_engine, method, DRAFTS, kv_transfer_config=transfer(role))
         for role in ("kv_producer", "kv_consumer")
     )
-    told = {"kv_transfer_params": hand_on(of_prompts.llm, prompt)}
-    (answer,) = of_answers.generate([prompt], [24], extra_args=told)
-    assert of_answers.texts() == plain.texts() and answer.num_cached_tokens == len(prompt) - 1
-    assert check_proposals(of_answers, method) < 0.2
+    for prompt in asked:
+        plain.generate([prompt], [24])
+        told = {"kv_transfer_params": hand_on(of_prompts.llm, prompt)}
+        (answer,) = of_answers.generate([prompt], [24], extra_args=told)
+        assert answer.num_cached_tokens == len(prompt) - 1
+    assert of_answers.texts() == plain.texts()
+    return of_answers, check_proposals(of_answers, method)
+
+
+@pytest.mark.parametrize("name", ["dflash", "mtp", "eagle3-llama"])
+def test_a_drafter_goes_on_in_another_engine(
+    name: str, methods: Methods, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from rows that depend on the token after them, which only the prompt tells."""
+    monkeypatch.setattr(DraftPolicy, "choose", always)
+    _, difference = _answered_elsewhere(methods, make_engine, name)
+    assert difference < 0.2
+
+
+def test_a_sampled_token_is_not_the_prompts(
+    methods: Methods, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the producer took the token that it would have sampled."""
+    monkeypatch.setattr(DraftPolicy, "choose", always)
+
+    def sampled(request: Request, token_id: int) -> None:
+        request.limit_output(1)
+
+    monkeypatch.setattr(Request, "end_with", sampled)
+    monkeypatch.setattr(scheduling, "_tokens_digest", lambda request, num_tokens: 0)
+    with pytest.raises(AssertionError, match="after .* tokens"):
+        _answered_elsewhere(methods, make_engine, "eagle3-llama")

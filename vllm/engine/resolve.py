@@ -369,8 +369,8 @@ def _check_loaded_rows(config: VllmConfig) -> None:
         why = f"does not compare the token after what it loads, which {drafter.method} depends on"
     raise VLLMValidationError(
         f"speculative_config method {drafter.method} beside kv_connector {transfer.kv_connector} "
-        f"with kv_role {transfer.kv_role}, which {why}; use OffloadingConnector, kv_role "
-        "kv_producer, or method draft_model or ngram",
+        f"with kv_role {transfer.kv_role}, which {why}; use OffloadingConnector, "
+        "P2pConnector or NixlConnector, kv_role kv_producer, or method draft_model or ngram",
         parameter="kv_transfer_config.kv_role",
         value=transfer.kv_role,
     )

@@ -243,6 +243,26 @@ class Request:
         self.limit_output(self.max_tokens)
         self._truncate(num_tokens)
 
+    def end_with(self, token_id: int) -> None:
+        """Let `token_id` be the only output of a request that is not queued yet, whatever the model
+        says, and whatever its sampling parameters ask."""
+        given = self.sampling_params
+        assert given is not None and not self.output_token_ids
+        self.sampling_params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            allowed_token_ids=[token_id],
+            logprobs=given.logprobs,
+            detokenize=given.detokenize,
+            placement=given.placement,
+            extra_args=given.extra_args,
+        )
+        self.grammar = None
+        self.stop_ids = self.device_stop_ids = frozenset()
+        self.may_stop_earlier = False
+        self.limit_output(1)
+
     def truncate_output(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` output tokens."""
         if self.grammar is not None:

@@ -298,15 +298,15 @@ def test_what_moves_whole_blocks_leaves_the_layers_alone(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "role", "loads"),
     [
-        ("OffloadingConnector", "kv_both", (True, True)),
-        ("P2pConnector", "kv_consumer", (True, False)),
-        ("NixlConnector", "kv_both", (True, False)),
-        ("ExampleConnector", "kv_both", (False, False)),
-        ("ExampleConnector", "kv_producer", (True, True)),
+        ("OffloadingConnector", "kv_both", (True, True, True)),
+        ("P2pConnector", "kv_consumer", (True, True, False)),
+        ("NixlConnector", "kv_both", (True, True, False)),
+        ("ExampleConnector", "kv_both", (False, False, False)),
+        ("ExampleConnector", "kv_producer", (True, True, True)),
     ],
 )
-def test_what_comes_back_for_a_drafter(name: str, role: str, loads: tuple[bool, bool]) -> None:
-    """Rows that depend on no later token, and on the next one; a child that loads nothing brings
+def test_what_comes_back_for_a_drafter(name: str, role: str, loads: tuple[bool, ...]) -> None:
+    """Rows that depend on no later token, on the next one, and on two; a child that loads nothing brings
     nothing that could be wrong."""
     child = {"kv_connector": name, "kv_role": role}
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -315,9 +315,9 @@ def test_what_comes_back_for_a_drafter(name: str, role: str, loads: tuple[bool, 
         kv_role="kv_both",
         kv_connector_extra_config={"connectors": [offloading, child]},
     )
-    found = tuple(MultiConnector.loads_drafter_rows(several, ahead) for ahead in (0, 1))
+    found = tuple(MultiConnector.loads_drafter_rows(several, ahead) for ahead in range(3))
     assert found == loads
     own = KVTransferConfig(**child)
     if own.is_kv_consumer:
         alone = KVConnectorFactory.get_connector_class(own)
-        assert tuple(alone.loads_drafter_rows(own, ahead) for ahead in (0, 1)) == loads
+        assert tuple(alone.loads_drafter_rows(own, ahead) for ahead in range(3)) == loads

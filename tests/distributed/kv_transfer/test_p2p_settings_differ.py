@@ -14,6 +14,8 @@ from tests.distributed.kv_transfer.p2p_engines import ask, hand_on, transfer
 from tests.draft_models import TINY, mtp_tensors, with_mtp
 from tests.tiny_models import tiny_model
 from vllm import LLM
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p_connector import P2pConnector
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 
@@ -83,30 +85,41 @@ def drafted(llm: LLM) -> dict[str, float]:
     }
 
 
+class _ComparesNothingAhead(P2pConnector):
+    """Of another author."""
+
+    @classmethod
+    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
+        return num_ahead == 0
+
+
 def test_heads_on_the_target_are_refused_at_the_start(tmp_path: Path) -> None:
-    """Their last row depends on a token that the producer does not have. What loads no rows of a
-    drafter at all is told apart, and what compares that token is taken, also by its flag."""
+    """Where a connector loads no rows of a drafter, or does not compare the token that a head's
+    last row depends on. What does is taken, also by its flag."""
     target = with_mtp(tiny_model("qwen3_5"), tmp_path / "mtp", mtp_tensors(TINY))
 
-    def config(role: str = "", **options: Any) -> None:
+    def config(transferred: dict[str, Any] | None = None, **options: Any) -> None:
+        given = options if transferred is None else {"kv_transfer_config": transferred}
         EngineArgs(
             model=str(target),
             dtype="float32",
             max_model_len=128,
             speculative_config={"method": "mtp", "num_speculative_tokens": 2},
-            **({"kv_transfer_config": transfer(role)} if role else options),
+            **given,
         ).create_engine_config()
 
+    other = {"kv_connector_module_path": __name__}
     for role in ("kv_consumer", "kv_both"):
         with pytest.raises(
-            VLLMValidationError, match="mtp beside kv_connector P2pConnector.*not compare the token"
+            VLLMValidationError, match="mtp beside kv_connector _Comp.*not compare the token"
         ):
-            config(role)
-    config("kv_producer")
+            config(transfer(role, _ComparesNothingAhead.__name__) | other)
+        config(transfer(role))
+    config(transfer("kv_producer", _ComparesNothingAhead.__name__) | other)
     config(kv_offloading_size=0.1)
     stored = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     with pytest.raises(VLLMValidationError, match="ExampleConnector.*does not load the rows of a"):
-        config(kv_transfer_config=stored)
+        config(stored)
 
 
 # ---- engines that differ ------------------------------------------------------------------------

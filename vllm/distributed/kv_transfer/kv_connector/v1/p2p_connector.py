@@ -106,8 +106,7 @@ class P2pConnector(ArenaConnector):
 
     @classmethod
     def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
-        """The producer does not know the token after what it hands on."""
-        return num_ahead == 0
+        return num_ahead <= 1  # a producer knows the prompt's last token, which it does not compute
 
     @classmethod
     def check_request(

@@ -2,7 +2,8 @@
 """The scheduler's side: whose state is handed on, and who waits for state from elsewhere.
 
 A producer computes all of a prompt but its last token: the consumer computes that one, to have its
-logits, and continues a recurrent state only at exactly the token where it was left.
+logits, and continues a recurrent state only at exactly the token where it was left. Where rows of a
+drafter depend on the token after their own, that last token is the producer's one output.
 """
 
 from collections.abc import Sequence
@@ -61,6 +62,8 @@ class P2pScheduler:
         specs = [group.kv_cache_spec for group in config.kv_cache_groups]
         self._block_sizes = [spec.block_size for spec in specs]
         self._recurrent = [spec.is_recurrent for spec in specs]
+        #: tokens after those that are handed on which some rows depend on, 0 or 1
+        self._num_ahead = max(spec.num_lookahead_tokens for spec in specs)
         self._kept: set[str] = set()
         self._remote: dict[str, RemoteState] = {}
         self._metadata = P2pMetadata()
@@ -83,8 +86,12 @@ class P2pScheduler:
         position has to be computed here."""
         if request.num_prompt_tokens < 2 or not reads_prefix_cache(request):
             return False
+        last = request.prompt_token_ids[-1]
         request.truncate_prompt(request.num_prompt_tokens - 1)
-        request.limit_output(1)
+        if self._num_ahead:
+            request.end_with(last)
+        else:
+            request.limit_output(1)
         return True
 
     # ---- state comes ---------------------------------------------------------------------------
@@ -108,7 +115,8 @@ class P2pScheduler:
         remote = self._remote.pop(request.request_id)
         end = min(remote.num_tokens, request.num_tokens - 1)
         places = self._places(blocks.get_block_ids(), end - num_external_tokens, end)
-        job = ReceiveJob(request.request_id, remote, _tokens_digest(request, end), places)
+        told = _tokens_digest(request, end + self._num_ahead)
+        job = ReceiveJob(request.request_id, remote, told, places)
         self._metadata.receives.append(job)
 
     def _give_up(self, request_id: str) -> None:
@@ -142,7 +150,8 @@ class P2pScheduler:
                 home.staging_bytes,
             )
             return False, None
-        job = SendJob(request_id, num_tokens, _tokens_digest(request, num_tokens), places)
+        told = _tokens_digest(request, num_tokens + self._num_ahead)
+        job = SendJob(request_id, num_tokens, told, places)
         self._metadata.sends.append(job)
         remote = RemoteState(home.engine_id, request_id, home.host, home.ports, num_tokens)
         return True, remote.params()
