@@ -306,8 +306,8 @@ def test_what_moves_whole_blocks_leaves_the_layers_alone(name: str) -> None:
     ],
 )
 def test_what_comes_back_for_a_drafter(name: str, role: str, loads: tuple[bool, ...]) -> None:
-    """Rows that depend on no later token, on the next one, and on two; a child that loads nothing brings
-    nothing that could be wrong."""
+    """Rows that depend on no later token, on the next one, and on two; a child that loads nothing
+    brings nothing that could be wrong."""
     child = {"kv_connector": name, "kv_role": role}
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     several = KVTransferConfig(
