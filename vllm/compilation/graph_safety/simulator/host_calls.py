@@ -29,9 +29,10 @@ from vllm.compilation.graph_safety.walker import Finding
 Report = Callable[[int, Spot, str], None]
 
 _WAITS = "the host waits for the device"
-#: by code: hazard and message
-_CALLS: dict[CodeType, tuple[int, str]] = {
-    function.__code__: (hazard, message)
+#: hazard and message, by code. Codes are known by their identity: a hash reads all of a code, and a
+#: run calls functions by the hundred thousand.
+_CALLS: dict[int, tuple[CodeType, int, str]] = {
+    id(function.__code__): (function.__code__, hazard, message)
     for hazard, message, functions in (
         (
             13,
@@ -60,11 +61,12 @@ _WAITING = (torch.Stream, torch.Event)
 
 
 class HostCalls:
-    """`report` takes what is found; `functions`: the globals of each function that ran."""
+    """`report` takes what is found."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
-        self.functions: dict[CodeType, dict[str, Any]] = {}
+        #: functions that ran and may: each code, with its globals
+        self._ran: dict[int, tuple[CodeType, dict[str, Any]]] = {}
         self._found: set[Spot] = set()
 
     @contextmanager
@@ -88,7 +90,7 @@ class HostCalls:
     def stale_imports(self) -> Iterator[Finding]:
         """Names that functions which ran take from another module, by value, and that are bound to
         something else there by now (27)."""
-        for code, names in self.functions.items():
+        for code, names in self._ran.values():
             path = code.co_filename
             imported = {} if is_machinery(path) else imported_names(path)
             for name in set(code.co_names) & set(imported):
@@ -99,15 +101,21 @@ class HostCalls:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
-            code = frame.f_code
-            self.functions.setdefault(code, frame.f_globals)
-            if code in _CALLS:
-                self._note(*_CALLS[code], frame.f_back)
-            elif code is _GRAPH and frame.f_locals["stream"] is None:
-                self._note(13, "a capture without a stream of its own", frame.f_back)
+            if id(frame.f_code) not in self._ran:
+                self._called(frame)
         elif event == "c_call" and arg.__name__ == "synchronize":
             if isinstance(arg.__self__, _WAITING):
                 self._note(14, _WAITS, frame)
+
+    def _called(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if id(code) in _CALLS:
+            _, hazard, message = _CALLS[id(code)]
+            self._note(hazard, message, frame.f_back)
+        elif code is not _GRAPH:
+            self._ran[id(code)] = (code, frame.f_globals)
+        elif frame.f_locals["stream"] is None:
+            self._note(13, "a capture without a stream of its own", frame.f_back)
 
     def _note(self, hazard: int, message: str, frame: FrameType | None) -> None:
         assert frame is not None

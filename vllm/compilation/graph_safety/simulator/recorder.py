@@ -186,7 +186,8 @@ class Recorder:
     def _kernel(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._depth:
             return run(*args, **kwargs)
-        self._check_strides(name, args)
+        with _uncalled():
+            self._check_strides(name, args)
         return self._launch(name, run, args, kwargs, mutates=True)
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,24 +229,29 @@ class Recorder:
         spot, given = here(), (args, kwargs)
         self._depth += 1
         try:
-            inputs = tensors_in(given)
-            handles = [Handle.of(tensor) for tensor in inputs]
-            frozen_args = rebuilt(given, Tensor, Handle.of)
-            if not self._in_break:
-                self._note_outside(handles)
+            with _uncalled():
+                inputs = tensors_in(given)
+                handles = [Handle.of(tensor) for tensor in inputs]
+                frozen_args = _with_handles(given, handles)
+                if not self._in_break:
+                    self._note_outside(handles)
             result = run(*args, **kwargs)
-            self._check_sizes(name, spot, inputs, handles)
-            known = {handle.memory for handle in handles}
-            fresh = [t for t in tensors_in(result) if Handle.of(t).memory not in known]
-            self._note_made(name, spot, fresh)
-            if name in _CONVERSIONS and fresh and inputs[0].dtype != fresh[0].dtype:
-                self._check_conversion(spot, handles[0], fresh[0])
-            if self._in_break:
-                if fresh and name in _FILLED | UNFILLED:
-                    self.report(6, spot, f"{name} allocates between graphs")
-                return result
-            is_work = mutates or (bool(fresh) and name not in UNFILLED)
-            kept = rebuilt(result, Tensor, Handle.of)
+            with _uncalled():
+                self._check_sizes(name, spot, inputs, handles)
+                outputs = tensors_in(result)
+                results = [Handle.of(tensor) for tensor in outputs]
+                known = {handle.memory for handle in handles}
+                pairs = zip(outputs, results, strict=True)
+                fresh = [(tensor, handle) for tensor, handle in pairs if handle.memory not in known]
+                self._note_made(name, spot, fresh)
+                if name in _CONVERSIONS and fresh and inputs[0].dtype != fresh[0][0].dtype:
+                    self._check_conversion(spot, handles[0], fresh[0][0])
+                if self._in_break:
+                    if fresh and name in _FILLED | UNFILLED:
+                        self.report(6, spot, f"{name} allocates between graphs")
+                    return result
+                is_work = mutates or (bool(fresh) and name not in UNFILLED)
+                kept = _with_handles(result, results)
         finally:
             self._depth -= 1
         self._trace.segments[-1].append(Launch(name, run, frozen_args, kept, spot, is_work))
@@ -275,11 +281,10 @@ class Recorder:
             self._in_metadata = {Handle.of(tensor).memory for tensor in tensors}
         return self._in_metadata
 
-    def _note_made(self, name: str, spot: Spot, fresh: list[Tensor]) -> None:
+    def _note_made(self, name: str, spot: Spot, fresh: list[tuple[Tensor, Handle]]) -> None:
         trace = self._trace
         place = (len(trace.segments) - 1, len(trace.segments[-1]))
-        for tensor in fresh:
-            handle = Handle.of(tensor)
+        for tensor, handle in fresh:
             if not self._in_break:
                 trace.made[handle.memory] = place
                 trace.owned.append(tensor.untyped_storage())
@@ -338,6 +343,19 @@ def _depends_on_data(name: str, args: tuple[Any, ...]) -> bool:
     if name != "index":
         return True
     return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+def _with_handles(value: object, handles: list[Handle]) -> Any:
+    """`value` with the handles of its tensors, which `tensors_in` gave, in their place."""
+    taken = iter(handles)
+    return rebuilt(value, Tensor, lambda tensor: next(taken))
+
+
+def _uncalled() -> AbstractContextManager[None]:
+    """Inside the block what asks tensors about themselves, by the ten thousand, is not taken for
+    calls of torch's functions."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
 
 
 class _Calls(TorchFunctionMode):

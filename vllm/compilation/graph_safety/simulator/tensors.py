@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ class Handle:
 
 #: what nothing lies in
 _LEAVES = (Tensor, Handle, int, float, str, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset({*_LEAVES, bool})
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
@@ -79,6 +81,11 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
 def rebuilt(value: object, kind: type, change: Callable[[Any], object]) -> Any:
     """`value` with everything of a kind in it changed: in sequences, dicts and dataclasses. What is
     neither stays as it is; arrays of numpy are copied, as a launch keeps what they held."""
+    cls: Any = type(value)
+    if cls is kind:
+        return change(value)
+    if cls in _PLAIN:
+        return value
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, _LEAVES):
@@ -87,35 +94,54 @@ def rebuilt(value: object, kind: type, change: Callable[[Any], object]) -> Any:
         return value.copy()
     if isinstance(value, tuple):
         # Named ones take their parts one by one; this way both do.
-        return tuple.__new__(type(value), [rebuilt(v, kind, change) for v in value])
+        return tuple.__new__(cls, [rebuilt(v, kind, change) for v in value])
     if isinstance(value, list):
         return [rebuilt(v, kind, change) for v in value]
     if isinstance(value, dict):
         return {name: rebuilt(v, kind, change) for name, v in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            part = rebuilt(getattr(value, field.name), kind, change)
-            object.__setattr__(made, field.name, part)
-        return made
-    return value
+    names = _field_names(cls)
+    if not names:
+        return value
+    made = copy.copy(value)
+    for name in names:
+        object.__setattr__(made, name, rebuilt(getattr(value, name), kind, change))
+    return made
 
 
-def leaves(value: object) -> Iterator[object]:
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    """Of a dataclass; none of another class."""
+    if not dataclasses.is_dataclass(cls):
+        return ()
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+def leaves(value: object) -> list[object]:
     """All that `rebuilt` reaches, in order; names of fields and keys are left out."""
-    if isinstance(value, _LEAVES):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from leaves(part)
+    found: list[object] = []
+    _gather(value, found)
+    return found
+
+
+def _gather(value: Any, found: list[object]) -> None:
+    """Add the leaves of a value. A profiler looks on (`host_calls.py`), and arguments of launches
+    are gathered by the ten thousand: what is plainly a leaf takes no call."""
+    cls: Any = type(value)
+    parts: Iterable[object]
+    if isinstance(value, list | tuple):
+        parts = value
     elif isinstance(value, dict):
-        for part in value.values():
-            yield from leaves(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from leaves(getattr(value, field.name))
+        parts = value.values()
+    elif not isinstance(value, _LEAVES) and (names := _field_names(cls)):
+        parts = [getattr(value, name) for name in names]
     else:
-        yield value
+        found += (value,)
+        return
+    for part in parts:
+        if type(part) in _PLAIN:
+            found += (part,)
+        else:
+            _gather(part, found)
 
 
 def tensors_in(value: object) -> list[Tensor]:
@@ -123,4 +149,4 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def handles_in(value: object) -> list[Handle]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Handle)]
+    return [leaf for leaf in leaves(value) if type(leaf) is Handle]
