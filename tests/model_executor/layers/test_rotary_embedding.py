@@ -2,6 +2,8 @@
 """Angles against transformers, and what is refused."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -138,3 +140,30 @@ def test_image_positions_are_refused() -> None:
     rope = get_rope(16, 32)
     with pytest.raises(ValueError, match="multimodal"):
         rope(torch.zeros(3, 2, dtype=torch.long), torch.zeros(2, 16), torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.25])
+def test_a_table_without_values_has_the_same_shape(partial: float) -> None:
+    parameters = {"rope_theta": 10000.0, "partial_rotary_factor": partial}
+    real = get_rope(64, 128, rope_parameters=parameters).cos_sin_cache
+    with torch.device("meta"):
+        table = get_rope(64, 128, rope_parameters=parameters).cos_sin_cache
+        with pytest.raises(ValueError, match="mscale"):
+            get_rope(
+                64,
+                128,
+                rope_parameters=parameters | {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0},
+            )
+    assert table.is_meta and (table.shape, table.dtype) == (real.shape, real.dtype)
+
+
+def test_a_table_without_values_does_not_import_the_compiler() -> None:
+    """Which takes seconds of every command that outlines a model."""
+    program = """
+import sys, torch
+from vllm.model_executor.layers.rotary_embedding import get_rope
+with torch.device("meta"):
+    get_rope(64, 128, rope_parameters={"rope_theta": 10000.0})
+assert "sympy" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -118,13 +118,16 @@ class RotaryEmbedding(nn.Module):
                 f"dimension {self.rotary_dim}"
             )
         inv_freq = inverse_frequencies(self.rotary_dim, rope_parameters)
+        factor = attention_factor(rope_parameters)
         device = torch.get_default_device()
-        # Cosines are computed on the CPU so that every device has the same table; a `meta` one has
-        # no values.
-        where = device if device.type == "meta" else torch.device("cpu")
-        positions = torch.arange(max_position, dtype=torch.float32, device=where)
-        angles = torch.outer(positions, inv_freq.to(where))
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor(rope_parameters)
+        if device.type == "meta":
+            # It has no values, and `arange` would import torch's compiler there, for seconds.
+            table = torch.empty(max_position, 2 * len(inv_freq), dtype=torch.float32)
+        else:
+            # Computed on the CPU, so that every device has the same table.
+            positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
+            angles = torch.outer(positions, inv_freq)
+            table = torch.cat([angles.cos(), angles.sin()], dim=-1) * factor
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
