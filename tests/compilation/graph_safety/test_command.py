@@ -110,6 +110,10 @@ def test_the_steps_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert {one["max_difference"] for one in captures.values()} == {0.0, None}
 
 
+def _no_source() -> Report:
+    return join_report("m", {})
+
+
 def _found(*args: object) -> StepsReport:
     finding = Finding(str(SAMPLE), 3, 1, 26, "handed on", "m.f", "self.last = x")
     return StepsReport((finding,), 1, 1, {}, ())
@@ -155,12 +159,12 @@ def test_flags_that_steps_do_not_have_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(model_steps, "check_steps", check)
     model = str(tiny_model("llama"))
     args = EngineArgs(model=model, max_num_seqs=256, max_model_len=128, tensor_parallel_size=2)
-    (*_, said) = model_steps.with_steps(join_report("m", {}), args, 4).checks
+    (*_, said) = model_steps.with_steps(_no_source, args, 4).checks
     assert said.endswith(
         "; the steps had --tensor-parallel-size 1 in place of 2, --max-num-seqs 8 in place of 256"
     )
     assert given[0].scheduler_config.max_num_seqs == 8
-    (*_, said) = model_steps.with_steps(join_report("m", {}), EngineArgs(model=model), 4).checks
+    (*_, said) = model_steps.with_steps(_no_source, EngineArgs(model=model), 4).checks
     assert "in place of" not in said
 
 
@@ -188,7 +192,7 @@ def test_a_gpu_captures_the_sizes_that_were_given(monkeypatch: pytest.MonkeyPatc
         max_model_len=1000,
         cudagraph_capture_sizes=[4, 100, 1000],
     )
-    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    report = model_steps.with_steps(_no_source, args, 4)
     assert report.left == () and report.checks[-1].startswith(
         "on 1 GPU(s): captured; the steps had"
     )
@@ -209,7 +213,7 @@ def test_a_gpu_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model_steps, "current_platform", Gpu())
     monkeypatch.setattr(model_steps, "check_devices", fails)
     args = EngineArgs(model=str(tiny_model("llama")))
-    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    report = model_steps.with_steps(_no_source, args, 4)
     assert report.left[0] == "steps were not run: CUDA out of memory"
 
 
@@ -217,7 +221,7 @@ def test_a_gpu_that_is_too_small_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_weights_that_are_too_large_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_steps, "_MOST_BYTES", 1)
     args = EngineArgs(model=str(tiny_model("llama")))
-    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    report = model_steps.with_steps(_no_source, args, 4)
     assert report.is_clean and report.left[0].startswith("steps were not run: 0.0 GiB of weights")
     assert report.checks == (CHECKS_RUN,)
 
@@ -231,14 +235,14 @@ def test_a_smaller_copy_of_a_large_model_runs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(model_steps, "_HIDDEN", 32)
     whole = replace(args, dtype="float32", max_model_len=128).create_engine_config()
     monkeypatch.setattr(model_steps, "_MOST_BYTES", outline_model(whole).weight_bytes - 1)
-    report = model_steps.with_steps(join_report("m", {}), args, 4)
+    report = model_steps.with_steps(_no_source, args, 4)
     assert report.is_clean and "replays in 4 decode" in report.checks[-1]
     assert report.checks[-1].endswith(
         "of a smaller copy: vocab_size 64 of 260, hidden_size 32 of 64"
     )
     drafts = {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_max": 2}
     drafting = replace(args, speculative_config=drafts)
-    report = model_steps.with_steps(join_report("m", {}), drafting, 4)
+    report = model_steps.with_steps(_no_source, drafting, 4)
     assert report.left[0].startswith("steps were not run: 0.0 GiB of weights")
 
 

@@ -47,19 +47,23 @@ _HIDDEN = 512
 
 
 def with_steps(
-    report: Report,
+    source: Callable[[], Report],
     args: EngineArgs,
     steps: int,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Report:
-    """The report of a model's source with the findings of `steps` steps of it, as
-    `check_model_steps` runs them. What cannot be run is in `left`, with the reason."""
+    """The report of a model's source, which `source` gives once the steps are over, with the
+    findings of `steps` steps of it, as `check_model_steps` runs them. What cannot be run is in
+    `left`, with the reason."""
     if not steps:
+        report = source()
         return replace(report, left=(f"{_NOT_RUN}--steps 0", *report.left))
     try:
         found = check_model_steps(args, steps, progress)
     except (ValueError, torch.cuda.OutOfMemoryError) as error:
+        report = source()
         return replace(report, left=(f"{_NOT_RUN}{error}", *report.left))
+    report = source()
     modes = report.modes | found.modes
     joined = join_report(report.target, modes, functions=report.functions, cut=report.cut)
     left = () if current_platform.is_cuda() else report.left

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from vllm.engine.arg_utils import EngineArgs
-from vllm.engine.batch_defaults import UsageContext
 from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -82,14 +81,20 @@ class GraphCheckCommand(CLISubcommand):
 
 def _check(target: str, args: argparse.Namespace, progress: Progress) -> Report:
     from vllm.compilation.graph_safety.model_steps import with_steps
-    from vllm.compilation.graph_safety.targets import check_file, check_model
+    from vllm.compilation.graph_safety.source_pass import source_pass
+    from vllm.compilation.graph_safety.targets import check_file
 
     if target.partition(":")[0].endswith(".py"):
         return check_file(Path(target), progress)
     own = argparse.Namespace(**{**vars(args), "model": target})
     try:
         engine = EngineArgs.from_cli_args(own)
-        report = check_model(engine.create_engine_config(UsageContext.OPENAI_API_SERVER), progress)
-        return with_steps(report, engine, args.steps, progress)
+        with source_pass(engine, progress, beside=args.steps > 0) as source:
+
+            def stepped(name: str) -> None:
+                source.poll()
+                progress(name)
+
+            return with_steps(source.report, engine, args.steps, stepped)
     except ValueError as error:
         raise VLLMValidationError(str(error)) from error
