@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from vllm.compilation.graph_safety.device.checks import DevicesReport, check_devices
+from vllm.compilation.graph_safety.ranks import RanksReport, check_ranks
 from vllm.compilation.graph_safety.report import Report, join_report
-from vllm.compilation.graph_safety.simulator.functions import REPLAYED
 from vllm.compilation.graph_safety.simulator.models import (
     LENGTH,
     ROWS,
@@ -33,13 +33,15 @@ _MOST_BYTES = 2 * 2**30
 #: rows of a smaller copy, whose state is still as large as the model's
 _COPYS_ROWS = 4
 _NOT_RUN = "steps were not run: "
-#: one device runs the whole model, with weights that are made up
-_ONE_WORKER: dict[str, Any] = {
+#: one replica runs, on this host, with weights that are made up
+_ONE_REPLICA: dict[str, Any] = {
     "load_format": "dummy",
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
+    "nnodes": 1,
+    "distributed_executor_backend": None,
 }
+#: longest wait of a rank for another
+_TIMEOUT_S = 120
 #: sizes that no state has, and the most of them
 _WIDTHS = {"vocab_size": 4096, "intermediate_size": 512, "moe_intermediate_size": 256}
 #: of a model whose heads do not follow from it
@@ -78,34 +80,41 @@ def check_model_steps(
 
     On a CPU they run in float32, whose bits do not depend on the batch there, with simulated
     captures, and of a model that is too large for that a smaller copy runs; on GPUs with graphs,
-    and the graphs of the sizes that were given are captured besides. One worker runs the whole
-    model; the summary names the flags that it does not have.
+    and the graphs of the sizes that were given are captured besides. One replica runs, on all its
+    ranks; the summary names the flags that the steps do not have.
 
     Raises ValueError for what cannot be run, and torch's OutOfMemoryError on a GPU that is too
-    small.
+    small, RuntimeError for a rank that fails or dies.
     """
     small: dict[str, Any] = {
-        **_ONE_WORKER,
+        **_ONE_REPLICA,
+        "distributed_timeout_seconds": args.distributed_timeout_seconds or _TIMEOUT_S,
         "max_model_len": LENGTH,
         "max_num_seqs": ROWS,
         "max_num_batched_tokens": TOKENS,
     }
-    found: StepsReport | DevicesReport
+    found: StepsReport | DevicesReport | RanksReport
     copied = ""
     if current_platform.is_cuda():
-        own = replace(args, **_ONE_WORKER)
+        own = replace(args, **_ONE_REPLICA)
         own_sizes = own.create_engine_config(UsageContext.OPENAI_API_SERVER)
         # Small steps have none of those that were given; `own_sizes` has all of them.
         small |= dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
         config = replace(args, **small).create_engine_config()
-        found = check_devices(config, steps, progress, own_sizes)
+        if config.parallel_config.world_size == 1:
+            found = check_devices(config, steps, progress, own_sizes)
+        else:
+            found = check_ranks(config, steps, progress, own_sizes)
     else:
         small["dtype"] = "float32"
         config = replace(args, **small).create_engine_config()
         config, copied = _that_fits(config, args, small)
-        found = check_steps(config, steps, progress)
+        if config.parallel_config.world_size == 1:
+            found = check_steps(config, steps, progress)
+        else:
+            found = check_ranks(config, steps, progress)
     summary = found.summary + copied + in_place_of(args, small)
-    modes = dict.fromkeys(found.findings, REPLAYED)
+    modes = found.modes
     return join_report(args.model, modes, checks=(summary,), left=(), captures=found.results)
 
 

@@ -151,11 +151,11 @@ def _run(args: EngineArgs, answers: Connection, foreign: Connection) -> None:
         answer = check_model(config, progress)
         answers.send(walked)
     except Exception as error:
-        answer = _that_travels(error)
+        answer = that_travels(error)
     answers.send(answer)
 
 
-def _that_travels(error: Exception) -> Exception:
+def that_travels(error: Exception) -> Exception:
     """The error, or one that says the same where it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))

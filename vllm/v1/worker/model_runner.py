@@ -74,7 +74,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
     ) -> None:
         super().__init__(vllm_config, device)
         self.scorer = PromptScorer(self.vocab_size)
-        self._receive_masks = receive_masks
+        self.receive_masks = receive_masks
         #: whether kernels run; see `execute_dummy`
         self._launches = True
         self._prompts: dict[str, Prompt] = {}
@@ -301,7 +301,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
     ) -> SamplerOutput | None:
         masks = None
         if masked_req_ids:
-            filled = self._receive_masks()
+            filled = self.receive_masks()
             places = order.places_of(masked_req_ids)
             masks = TokenMasks.upload(filled, order.sample_starts[places], self.device)
             if order.width > 1:

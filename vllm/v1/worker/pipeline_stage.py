@@ -192,6 +192,12 @@ class PipelineStage:
         finally:
             self._connected = True
 
+    def make_up_incoming(self, seed: int) -> None:
+        """For a step of this stage alone: streams in the place of those of the stage before."""
+        if not self.is_first:
+            source = torch.Generator(self._incoming.device).manual_seed(seed)
+            self._incoming.normal_(generator=source)
+
     # ---- forward -------------------------------------------------------------------------------
 
     def receive(self, num_tokens: int) -> None:

@@ -166,7 +166,7 @@ class Worker:
             self.compilation = self._compile_ahead()
             if self.vllm_config.quant_config is not None:
                 # Quantising weights launches kernels, which must not be half loaded by a thread.
-                self._await_kernels()
+                self.await_kernels()
             with startup_phase("load weights"):
                 self.model_runner.load_weights()
 
@@ -187,7 +187,8 @@ class Worker:
             variants = find_kernels(self.model_runner, self.kernel_plan)
             return ParallelCompilation(variants, self.device)
 
-    def _await_kernels(self) -> None:
+    def await_kernels(self) -> None:
+        """Until all that `load_model` has begun to compile is ready to be launched."""
         if self.compilation is not None:
             with startup_phase("wait for compiler"):
                 self.compilation.wait()
@@ -207,7 +208,7 @@ class Worker:
             return cache.kv_cache_memory_bytes
         if self.device.type == "cpu":
             return cache.cpu_kvcache_space_bytes
-        self._await_kernels()
+        self.await_kernels()
         with self.at_work():
             return self._profiled_memory()
 
@@ -302,7 +303,7 @@ class Worker:
     def warm_up(self) -> None:
         if self.device.type != "cuda":
             return
-        self._await_kernels()
+        self.await_kernels()
         with self.at_work():
             warm_up(self.model_runner)
         self._report_unforeseen_kernels()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +22,13 @@ from vllm.compilation.graph_safety.device.sync_trap import (
     BusyStream,
     CurrentStream,
     torch_waits_raise,
+    torch_waits_warn,
     waits_trapped,
 )
 from vllm.compilation.graph_safety.report import Captured
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
-from vllm.compilation.graph_safety.simulator.functions import weights_of
+from vllm.compilation.graph_safety.simulator.functions import REPLAYED, weights_of
 from vllm.compilation.graph_safety.simulator.models import check_runner
 from vllm.compilation.graph_safety.simulator.not_finite import layers_not_finite, why_not_finite
 from vllm.compilation.graph_safety.simulator.outcomes import (
@@ -37,10 +38,11 @@ from vllm.compilation.graph_safety.simulator.outcomes import (
     step_spot,
 )
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
-from vllm.compilation.graph_safety.simulator.spots import spot_of_error
+from vllm.compilation.graph_safety.simulator.spots import Spot, here, spot_of_error
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
+from vllm.distributed.parallel_state import get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
@@ -70,6 +72,11 @@ class DevicesReport:
     results: tuple[Captured, ...] = ()
 
     @property
+    def modes(self) -> dict[Finding, str]:
+        """Where each finding is."""
+        return dict.fromkeys(self.findings, REPLAYED)
+
+    @property
     def summary(self) -> str:
         return f"on {self.devices} GPU(s): {'; '.join(self.done)}"
 
@@ -91,10 +98,9 @@ def check_devices(
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device)):
             with _runner(vllm_config, device) as runner:
-                _check_runner(runner, run, steps, progress)
+                check_built(runner, run, steps, progress)
             if own_sizes is not None and not run.findings:
-                with _runner(own_sizes, device) as runner:
-                    capture_own_sizes(runner, run, _memory_for_state(runner))
+                check_sizes(own_sizes, device, run)
     torch.cuda.set_device(0)
     found = dict.fromkeys(finding for run in runs.values() for finding in run.findings)
     results = (
@@ -120,15 +126,31 @@ def _runner(vllm_config: VllmConfig, device: torch.device) -> Iterator[ModelRunn
             torch.cuda.empty_cache()
 
 
-def _check_runner(runner: ModelRunner, run: DeviceRun, steps: int, progress: Progress) -> None:
-    driver, device = Driver(runner), runner.device
+def check_sizes(vllm_config: VllmConfig, device: torch.device, run: DeviceRun) -> None:
+    """Capture every graph of a configuration on a GPU, on the current stream."""
+    with _runner(vllm_config, device) as runner:
+        capture_own_sizes(runner, run, _memory_for_state(runner))
+
+
+def check_built(runner: ModelRunner, run: DeviceRun, steps: int, progress: Progress) -> None:
+    """Check a runner on a GPU whose model has its weights; its memory is made here. Of several
+    ranks each does this at the same time: what one of them finds ends the check of all."""
+    driver, device, ranks = Driver(runner), runner.device, get_world_group()
+    failure: RuntimeError | UserWarning | None = None
     try:
         with empty_graphs_raise():
             warm_up(runner)
     except torch.cuda.OutOfMemoryError:
         raise
     except (RuntimeError, UserWarning) as error:
-        run.findings.append(_failed_capture(runner, driver, device, error))
+        failure = error
+    if not ranks.all_agree(failure is None):
+        if failure is not None:
+            run.findings.append(_failed_capture(runner, driver, device, failure))
+        else:
+            # What another rank looks into takes a step of all.
+            runner.graphs = StepGraphs()
+            driver.step()
         run.done.append("a capture failed, no step was watched or replayed")
         return
     run.done.append(f"{runner.graphs.num_captured} graphs captured on a stream of their own")
@@ -137,7 +159,7 @@ def _check_runner(runner: ModelRunner, run: DeviceRun, steps: int, progress: Pro
         f"{_WATCHED} decode, verify and mixed steps with waits of torch as errors and the "
         f"allocator watched, {_TRAPPED} on a busy stream"
     )
-    if run.findings:
+    if not ranks.all_agree(not run.findings):
         run.done.append("none were replayed, for what was found before")
         return
     compare_steps(
@@ -219,14 +241,21 @@ def watched_steps(
     _steps(driver, _WARM, progress)
     compiled = len(compile_log.compiled())
     plain, found = driver.launch, list[Finding]()
+    waited: list[Spot] = []
+    # Other ranks would wait for what a step that ends in the middle leaves out.
+    alone = get_world_group().world_size == 1
+    strict = (
+        torch_waits_raise if alone else partial(torch_waits_warn, lambda: waited.append(here()))
+    )
+    as_stage = nullcontext if runner.stage is None else runner.stage.alone
 
     def strictly(output: SchedulerOutput) -> None:
-        with torch_waits_raise():
+        with strict(), as_stage():
             runner.execute_model(output)
         torch.cuda.synchronize(device)
 
     def trapped(output: SchedulerOutput) -> None:
-        with waits_trapped(stream) as waits:
+        with waits_trapped(stream) as waits, as_stage():
             runner.execute_model(output)
         torch.cuda.synchronize(device)
         if waits.spot is not None:
@@ -237,6 +266,9 @@ def watched_steps(
         with allocations_noted(device) as allocated:
             _steps(driver, _WATCHED, progress)
         found += allocated
+        if not get_world_group().all_agree(not waited):
+            found += [spot.finding(1, "an op of torch waits for the device") for spot in waited[:1]]
+            return found
         driver.launch = trapped
         _steps(driver, _TRAPPED, progress)
     except RuntimeError as error:

@@ -108,7 +108,8 @@ class CheckedRun:
             return
         restore(trace.outside, trace.before)
         for launch in trace.launches():
-            if launch.is_work:
+            # What the other ranks would add is not what is looked for, and they do not look.
+            if launch.is_work and not launch.is_collective:
                 launch.replay()
             if not same_bytes(guard, held):
                 message = f"{launch.name} writes to {name} in a step of padding"
@@ -136,6 +137,7 @@ class CheckedRun:
                 replayed = [_first(rows, t).clone() for t in tensors_in(self.replay())]
         except NotReplayable as error:
             failure = error
+            trace.give_up()
         after = snapshot(trace.outside, recorder.frozen, recorder.after)
         restore(trace.outside, before)
         breaks = recorder.breaks() if self._split else nullcontext()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
+import torch
 
 from vllm.compilation.graph_safety.simulator.reads import stores_element
 from vllm.compilation.graph_safety.simulator.spots import Spot
@@ -168,6 +169,9 @@ def _same(x: object, y: object) -> bool:
         return np.array_equal(x, y)
     if type(x) is not type(y):
         return False
+    if isinstance(x, torch.ScriptObject):
+        # A process group, or the like: which of them is no number, and cannot be asked.
+        return True
     return bool(x == y) or (isinstance(x, float) and x != x and y != y)
 
 

@@ -59,9 +59,11 @@ class _Request:
 
 class Driver:
     """Every request has pages of its own for as many tokens as the model takes; steps follow from
-    `seed` alone. Requests sample as `sampling` says, in turn. The arena is made here, with room for
-    all rows. `launch` runs a step to its end (None: `ModelRunner.execute_dummy`). `masks`: where
-    the runner takes token masks from; some of the requests are then constrained."""
+    `seed` alone: ranks that share layers run the same ones, and a pipeline stage runs them alone,
+    with streams that are made up. Requests sample as `sampling` says, in turn. The arena is made
+    here, with room for all rows. `launch` runs a step to its end (None:
+    `ModelRunner.execute_dummy`). `masks`: where the runner takes token masks from; some of the
+    requests are then constrained."""
 
     def __init__(
         self,
@@ -152,6 +154,8 @@ class Driver:
         output.finished_req_ids, self._ended = self._ended, set()
         if self._masks is not None and width == 1:
             self._constrain(output, self._masks)
+        if runner.stage is not None:
+            runner.stage.make_up_incoming(self._steps)
         self.launch(output)
         for name in scheduled:
             row = runner.batch.requests[name].row

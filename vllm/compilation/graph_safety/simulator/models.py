@@ -15,7 +15,7 @@ from vllm.compilation.graph_safety.simulator.bounds import size_problems
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import VARIED, Driver
-from vllm.compilation.graph_safety.simulator.functions import weights_of
+from vllm.compilation.graph_safety.simulator.functions import REPLAYED, weights_of
 from vllm.compilation.graph_safety.simulator.not_finite import layers_not_finite, why_not_finite
 from vllm.compilation.graph_safety.simulator.outcomes import first_other, run_steps, step_spot
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
@@ -23,6 +23,7 @@ from vllm.compilation.graph_safety.simulator.trace import NotReplayable
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
+from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.structured_output.masks import MaskQueue
 from vllm.v1.worker.graph_plan import GraphPlan
 from vllm.v1.worker.model_runner import ModelRunner
@@ -45,6 +46,11 @@ class StepsReport:
     replays: dict[str, int]
     addresses: tuple[str, ...]
     results: tuple[Captured, ...] = ()
+
+    @property
+    def modes(self) -> dict[Finding, str]:
+        """Where each finding is."""
+        return dict.fromkeys(self.findings, REPLAYED)
 
     @property
     def summary(self) -> str:
@@ -105,7 +111,8 @@ def check_runner(
     driver.restart()
     found += why_not_finite(runner, driver, overflown, steps)
     # With another finding a difference is that hazard's.
-    if without_graphs and not recorder.findings and not found:
+    found_nothing = not recorder.findings and not found
+    if without_graphs and get_world_group().all_agree(found_nothing):
         difference = first_other(replayed, run_steps(runner, driver, steps, progress))
         driver.restart()
         if difference is not None:
@@ -133,6 +140,7 @@ def owners(runner: ModelRunner) -> dict[str, object]:
         "journals": runner.journals,
         "drafter": runner.drafter,
         "hidden_states": runner.capture,
+        "stage": runner.stage,
     }
 
 

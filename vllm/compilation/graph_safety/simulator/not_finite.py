@@ -15,6 +15,7 @@ from vllm.compilation.graph_safety.simulator.recorder import UNFILLED, Recorder
 from vllm.compilation.graph_safety.simulator.spots import Spot, here
 from vllm.compilation.graph_safety.simulator.tensors import Handle, tensors_in
 from vllm.compilation.graph_safety.simulator.trace import NotReplayable
+from vllm.distributed.parallel_state import get_world_group
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import StepGraphs
 
@@ -36,8 +37,10 @@ def why_not_finite(
     runner: ModelRunner, driver: Driver, layers: list[str], steps: int
 ) -> list[NotReplayable]:
     """One finding for `layers`, where their first infinity or NaN comes from: `steps` steps from
-    the start run again, eagerly, and each launch's tensors are looked at. Nothing for no layer."""
-    if not layers:
+    the start run again, eagerly, and each launch's tensors are looked at. Nothing for no layer; all
+    ranks look together."""
+    ranks = get_world_group()
+    if ranks.all_agree(not layers):
         return []
     follower = _Follower(weights_of(*runner.models))
     runner.graphs = StepGraphs()
@@ -48,9 +51,11 @@ def why_not_finite(
             follower.begin_segment()
             driver.step()
         trace.owned.clear()
-        if state in follower.causes:
+        if ranks.all_agree(state in follower.causes or not layers):
             break
     driver.restart()
+    if not layers:
+        return []
     more = f" (and of {len(layers) - 1} other layers)" if len(layers) > 1 else ""
     message = f"the state of {layers[0]}{more} holds NaN or infinities after the steps"
     return [NotReplayable(28, follower.causes.get(state, step_spot()), message)]
@@ -75,13 +80,14 @@ class _Follower(Recorder):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         mutates: bool,
+        is_collective: bool = False,
     ) -> Any:
         spot, given = here(), tensors_in((args, kwargs))
         with self.unseen():
             known = {Handle.of(tensor).memory for tensor in given}
             bad = [Handle.of(tensor).memory for tensor in given if _has_no_number(tensor)]
         cause = next((self.causes[memory] for memory in bad if memory in self.causes), spot)
-        result = super()._launch(name, run, args, kwargs, mutates)
+        result = super()._launch(name, run, args, kwargs, mutates, is_collective)
         with self.unseen():
             for tensor in [*tensors_in(result), *given]:
                 memory = Handle.of(tensor).memory

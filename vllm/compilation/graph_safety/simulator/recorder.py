@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from vllm.compilation.graph_safety.simulator.tensors import (
     tensors_in,
     whole,
 )
-from vllm.compilation.graph_safety.simulator.trace import Launch, Origin, Trace
+from vllm.compilation.graph_safety.simulator.trace import Launch, Origin, Trace, completed
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.forward_context import (
     ForwardContext,
@@ -59,6 +60,8 @@ _FILLED = frozenset(
     {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
     | {"new_ones", "new_full", "clone", "eye", "linspace"}
 )
+#: whose ops other ranks take part in
+_COLLECTIVES = "c10d"
 #: what converts a tensor to another dtype
 _CONVERSIONS = frozenset({"_to_copy", "to"})
 
@@ -212,6 +215,8 @@ class Recorder:
             return op(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _depends_on_data(name, args):
             self._suspect(2, here(), f"the shape of {name}'s result depends on data")
+        if op.namespace == _COLLECTIVES:
+            return self._launch(name, partial(completed, op), args, kwargs, True, True)
         if op.namespace != "aten":
             self._check_strides(name, args)
         return self._launch(name, op, args, kwargs, mutates=op._schema.is_mutable)
@@ -225,6 +230,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         mutates: bool,
+        is_collective: bool = False,
     ) -> Any:
         spot, given = here(), (args, kwargs)
         self._depth += 1
@@ -254,7 +260,8 @@ class Recorder:
                 kept = _with_handles(result, results)
         finally:
             self._depth -= 1
-        self._trace.segments[-1].append(Launch(name, run, frozen_args, kept, spot, is_work))
+        launch = Launch(name, run, frozen_args, kept, spot, is_work, is_collective)
+        self._trace.segments[-1].append(launch)
         return result
 
     def _note_outside(self, handles: list[Handle]) -> None:

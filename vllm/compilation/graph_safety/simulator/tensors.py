@@ -45,6 +45,10 @@ class Handle:
     def layout(self) -> tuple[object, ...]:
         return (self.dtype, self.shape, self.stride)
 
+    def empty(self) -> Tensor:
+        """Another tensor of the same shape, on the CPU."""
+        return torch.zeros(self.shape, dtype=self.dtype)
+
     def open(self) -> Tensor:
         """The tensor. RuntimeError if its memory was freed."""
         storage = storage_of(self.storage)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,6 +17,7 @@ from vllm.compilation.graph_safety.simulator.spots import Spot
 from vllm.compilation.graph_safety.simulator.tensors import (
     Handle,
     handles_in,
+    leaves,
     rebuilt,
     storage_of,
     tensors_in,
@@ -35,6 +38,7 @@ class Launch:
     """One op with its arguments, tensors as handles, and its results.
 
     `is_work`: whether a device would run anything; views and uninitialised memory do not.
+    `is_collective`: whether other ranks take part.
     """
 
     name: str
@@ -43,6 +47,12 @@ class Launch:
     results: Any
     spot: Spot
     is_work: bool
+    is_collective: bool = False
+
+    def keep_pace(self) -> None:
+        """Take part in a collective of the other ranks, with numbers that mean nothing."""
+        args, kwargs = rebuilt(self.args, Handle, Handle.empty)
+        self.run(*args, **kwargs)
 
     def replay(self) -> None:
         """Run it on the memory of its capture. NotReplayable if that is not possible."""
@@ -63,6 +73,16 @@ class Launch:
                 )
                 raise NotReplayable(2, self.spot, message)
             target.copy_(result)
+
+
+def completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective, an op of torch's, to its end; on a GPU, for what this stream is given
+    next."""
+    result = collective(*args, **kwargs)
+    for one in leaves(result):
+        if isinstance(one, torch.ScriptObject):
+            dist.Work.unbox(one).wait()
+    return result
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,8 @@ class Trace:
     metadata: set[int] = field(default_factory=set)
     #: where the host read a device value
     reads: list[Spot] = field(default_factory=list)
+    #: the launch that runs in a replay
+    at: tuple[int, int] = (0, 0)
 
     def launch_at(self, place: tuple[int, int]) -> Launch:
         segment, index = place
@@ -115,9 +137,18 @@ class Trace:
 
     def replay(self, index: int) -> None:
         """Run one segment. NotReplayable as `Launch.replay`."""
-        for launch in self.segments[index]:
+        for number, launch in enumerate(self.segments[index]):
+            self.at = (index, number)
             if launch.is_work:
                 launch.replay()
+
+    def give_up(self) -> None:
+        """A replay has ended in the middle; other ranks go on, and wait for this one's part."""
+        segment, number = self.at
+        rest = [*self.segments[segment][number:], *chain(*self.segments[segment + 1 :])]
+        for launch in rest:
+            if launch.is_collective:
+                launch.keep_pace()
 
 
 def snapshot(

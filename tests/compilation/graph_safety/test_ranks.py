@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on several ranks, each in the process of a worker: all are checked, what one of them finds
+is named with it, and one that fails or dies ends the check."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psutil
+import pytest
+from tiny_models import tiny_model
+
+from tests.compilation.graph_safety.samples.replayed_steps import PLANTS, Plant
+from vllm.compilation.graph_safety import ranks
+from vllm.compilation.graph_safety.model_steps import check_model_steps
+from vllm.compilation.graph_safety.ranks import RankFound, RanksReport, check_rank
+from vllm.compilation.graph_safety.report import Captured, Report
+from vllm.compilation.graph_safety.walker import Finding
+from vllm.distributed.parallel_state import get_world_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.main import main
+from vllm.platforms import current_platform
+from vllm.v1.executor.station import WorkerDiedError
+from vllm.v1.worker.worker import Worker
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forking"),
+    pytest.mark.skipif(not current_platform.is_cpu(), reason="runs the CPU's kernels"),
+]
+#: a prefill, a decode, both, a decode
+STEPS = 4
+LLAMA = str(tiny_model("llama"))
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+}
+
+
+def _check(model: str = LLAMA, steps: int = STEPS, **layout: Any) -> Report:
+    report = check_model_steps(EngineArgs(model=model, **layout), steps)
+    assert not psutil.Process().children()
+    return report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_every_rank_is_checked(family: str, layout: str) -> None:
+    report = _check(str(tiny_model(family)), **LAYOUTS[layout])
+    assert report.findings == () and report.left == ()
+    (said,) = report.checks
+    assert f"{STEPS} replays in {STEPS} decode" in said and "in place of" not in said
+    assert said.count("simulated captures") == (1 if "each of 2 ranks" in said else 2)
+    assert ("each stage alone" in said) == (layout == "pp2")
+    by_rank = [one for one in report.captures if one.name.startswith("rank 1: ")]
+    assert by_rank and len(report.captures) == 2 * len(by_rank)
+    assert sum(one.replays for one in by_rank) == STEPS
+    assert all(one.captured and not one.stale for one in report.captures)
+
+
+def test_drafts_of_ranks() -> None:
+    method = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    report = _check(tensor_parallel_size=2, speculative_config=method)
+    assert report.findings == ()
+
+
+def test_the_command_shows_how_far_the_ranks_are(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    check_model_steps(EngineArgs(model=LLAMA, tensor_parallel_size=2), STEPS, told.append)
+    assert len(told) == 2 * STEPS, "with graphs and without, of one rank"
+    assert main(["graph-check", LLAMA, "-tp", "2", "--steps", str(STEPS)]) == 0
+    out = capsys.readouterr().out
+    assert "no hazard" in out and "on each of 2 ranks: simulated captures" in out
+    assert "in place of" not in out
+
+
+@dataclass(frozen=True)
+class _Planted:
+    """Checks a rank; a hazard is planted in the runner of one of them."""
+
+    rank: int
+    hazard: int
+
+    @property
+    def plant(self) -> Plant:
+        (plant,) = (plant for plant in PLANTS if plant.hazard == self.hazard)
+        return plant
+
+    def __call__(self, worker: Worker, *args: Any) -> RankFound:
+        if worker.rank != self.rank:
+            return check_rank(worker, *args)
+        with self.plant.apply(worker.model_runner):
+            return check_rank(worker, *args)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_hazard_of_one_rank_is_named_with_it(
+    monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    planted = _Planted(rank=1, hazard=22)
+    monkeypatch.setattr(ranks, "check_rank", planted)
+    report = _check(**LAYOUTS[layout])
+    (found,) = report.findings
+    assert (found.path, found.line, found.hazard) == planted.plant.place
+    assert report.modes[found] == "in a replayed step on rank 1"
+
+
+@pytest.mark.parametrize("hazard", [7, 21, 28])
+def test_what_one_rank_finds_does_not_hold_up_the_others(
+    monkeypatch: pytest.MonkeyPatch, hazard: int
+) -> None:
+    """It replays, looks for causes and compares otherwise than they do."""
+    planted = _Planted(rank=0, hazard=hazard)
+    monkeypatch.setattr(ranks, "check_rank", planted)
+    report = _check(tensor_parallel_size=2)
+    places = {(one.path, one.line, one.hazard): report.modes[one] for one in report.findings}
+    assert places[planted.plant.place] == "in a replayed step on rank 0"
+
+
+def _raising(worker: Worker, *args: Any) -> RankFound:
+    if worker.rank == 1:
+        worker.model_runner.initialize_kv_cache = None  # type: ignore[assignment]
+    return check_rank(worker, *args)
+
+
+def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, though the other one waits for it."""
+    monkeypatch.setattr(ranks, "check_rank", _raising)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1: TypeError: 'NoneType' object is not callable"):
+        _check(tensor_parallel_size=2)
+    assert time.monotonic() - began < 60, "which waits twice as long at most"
+    assert not psutil.Process().children()
+
+
+def _dying(worker: Worker, *args: Any) -> RankFound:
+    if worker.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return check_rank(worker, *args)
+
+
+def test_a_rank_that_dies_ends_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "check_rank", _dying)
+    assert main(["graph-check", LLAMA, "-tp", "2", "--steps", str(STEPS)]) == 1
+    assert "the worker of rank 1 died (SIGKILL)" in capsys.readouterr().err
+    with pytest.raises(WorkerDiedError):
+        _check(tensor_parallel_size=2)
+
+
+def test_what_ranks_share_is_said_once() -> None:
+    one, other = (Finding("m.py", line, 1, 7, "counted", "m.f", "x * n") for line in (3, 9))
+    result = Captured("decodes of 1", True, 2)
+    found = RankFound((one,), "4 steps", (result,))
+    both = RanksReport((found, replace(found, findings=(other, one))))
+    assert both.modes == {
+        one: "in a replayed step on every rank",
+        other: "in a replayed step on rank 1",
+    }
+    assert both.summary == "on each of 2 ranks: 4 steps"
+    assert [r.name for r in both.results] == ["rank 0: decodes of 1", "rank 1: decodes of 1"]
+    clean = RankFound((), "5 steps", ())
+    three = RanksReport((found, clean, found), alone=True)
+    assert three.modes == {one: "in a replayed step on ranks 0, 2"}
+    assert three.summary.startswith("on rank 0: 4 steps; on rank 1: 5 steps; on rank 2: 4 steps; ")
+    assert get_world_group().all_agree(False) is False, "one process agrees with itself"
