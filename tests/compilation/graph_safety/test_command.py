@@ -158,10 +158,10 @@ def test_flags_that_steps_do_not_have_are_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(model_steps, "check_steps", check)
     model = str(tiny_model("llama"))
-    args = EngineArgs(model=model, max_num_seqs=256, max_model_len=128, tensor_parallel_size=2)
+    args = EngineArgs(model=model, max_num_seqs=256, max_model_len=128, data_parallel_size=2)
     (*_, said) = model_steps.with_steps(_no_source, args, 4).checks
     assert said.endswith(
-        "; the steps had --tensor-parallel-size 1 in place of 2, --max-num-seqs 8 in place of 256"
+        "; the steps had --data-parallel-size 1 in place of 2, --max-num-seqs 8 in place of 256"
     )
     assert given[0].scheduler_config.max_num_seqs == 8
     (*_, said) = model_steps.with_steps(_no_source, EngineArgs(model=model), 4).checks

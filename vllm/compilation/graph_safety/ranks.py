@@ -66,12 +66,12 @@ class RanksReport:
     def modes(self) -> dict[Finding, str]:
         """Each finding once, with the ranks that have it."""
         found = dict.fromkeys(one for rank in self.ranks for one in rank.findings)
-        return {one: f"{REPLAYED} on {self._with(one)}" for one in found}
+        return {one: f"{REPLAYED} on {self._those(_finds(one))}" for one in found}
 
-    def _with(self, finding: Finding) -> str:
-        own = [str(n) for n, rank in enumerate(self.ranks) if finding in rank.findings]
+    def _those(self, which: Callable[[RankFound], bool]) -> str:
+        own = [str(number) for number, rank in enumerate(self.ranks) if which(rank)]
         if len(own) == len(self.ranks):
-            return "every rank"
+            return f"each of {len(own)} ranks"
         return f"rank{'s' * (len(own) > 1)} {', '.join(own)}"
 
     @property
@@ -84,12 +84,17 @@ class RanksReport:
 
     @property
     def summary(self) -> str:
-        done = [rank.done for rank in self.ranks]
-        if len(set(done)) == 1:
-            said = f"on each of {len(done)} ranks: {done[0]}"
-        else:
-            said = "; ".join(f"on rank {number}: {one}" for number, one in enumerate(done))
+        done = dict.fromkeys(rank.done for rank in self.ranks)
+        said = "; ".join(f"on {self._those(_did(one))}: {one}" for one in done)
         return said + (_ALONE if self.alone else "")
+
+
+def _finds(finding: Finding) -> Callable[[RankFound], bool]:
+    return lambda rank: finding in rank.findings
+
+
+def _did(done: str) -> Callable[[RankFound], bool]:
+    return lambda rank: rank.done == done
 
 
 def check_ranks(

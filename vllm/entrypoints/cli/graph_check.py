@@ -51,8 +51,9 @@ class GraphCheckCommand(CLISubcommand):
             type=int,
             default=64,
             metavar="N",
-            help="Steps of a model that are run: on a CPU captured by recording, on GPUs (at least "
-            "512 on each) in graphs; replayed, and compared with eager ones. 0: source only.",
+            help="Steps of a model that are run, on every rank: on a CPU captured by recording, on "
+            "GPUs (at least 512 on each) in graphs; replayed, and compared with eager ones. 0: "
+            "source only.",
         )
         EngineArgs.add_cli_args(parser)
         parser.set_defaults(model=None)

@@ -42,7 +42,7 @@ from vllm.compilation.graph_safety.simulator.spots import Spot, here, spot_of_er
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
@@ -197,10 +197,11 @@ def compare_steps(
         "that may not change"
     )
     run.results += report.results
-    # With a line, what a whole step shows is that hazard's. A race has none, but several rows of
-    # padding that write to one place (21) race, too.
-    items = {finding.hazard for finding in report.findings}
-    rest = [one for one in whole if not items or (one.hazard == 24 and 21 not in items)]
+    # With a line, what a whole step shows is that hazard's, also on a rank that shares layers with
+    # the one that has it. A race has none, but rows of padding that write to one place (21) race.
+    items, group = {finding.hazard for finding in report.findings}, get_tp_group()
+    has_line, padding_races = not group.all_agree(not items), not group.all_agree(21 not in items)
+    rest = [one for one in whole if not has_line or (one.hazard == 24 and not padding_races)]
     run.findings += [*report.findings, *rest]
 
 

@@ -31,6 +31,7 @@ from vllm.compilation.graph_safety.simulator.trace import (
     snapshot,
 )
 from vllm.compilation.piecewise import Pieces, capture
+from vllm.distributed.parallel_state import get_tp_group
 
 Run = Callable[[], Any]
 
@@ -151,7 +152,12 @@ class CheckedRun:
         self.stale_steps += bool(others)
         if failure is None:
             self._note_difference(replayed, results)
-        if not found and (failure is not None or (not trace.reads and not now.reads)):
+        # What a rank launches otherwise than it did changes the results of those it shares layers
+        # with: theirs are no findings of their own.
+        alike = get_tp_group().all_agree(not found and failure is None)
+        if failure is not None:
+            found = found or others
+        elif alike and not trace.reads and not now.reads:
             found = others
         for one in found:
             recorder.report_once(one.hazard, one.spot, one.message)
