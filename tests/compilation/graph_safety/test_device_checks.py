@@ -27,6 +27,7 @@ from vllm.compilation.graph_safety.device.sync_trap import waits_trapped
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs, CheckedGraphSet
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
+from vllm.compilation.graph_safety.simulator.models import check_runner
 from vllm.compilation.graph_safety.simulator.not_finite import layers_not_finite
 from vllm.compilation.graph_safety.simulator.outcomes import step_spot
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
@@ -319,3 +320,16 @@ def test_state_that_is_no_number(runner: ModelRunner) -> None:
     (view if isinstance(view, Tensor) else view[-1])[block].fill_(float("inf"))
     assert layers_not_finite(runner, driver) == [name]
     driver.restart()
+
+
+@needs_cpu
+def test_a_runner_has_its_model_inside_the_block_only() -> None:
+    """One after the other, also where a check raises."""
+    config = PLAIN.create_engine_config()
+    device = torch.device("cpu", 0)
+    with checks.built_runner(config, device) as first:
+        assert check_runner(first, 2).findings == ()
+    with pytest.raises(KeyError), checks.built_runner(config, device) as second:
+        assert check_runner(second, 2).findings == ()
+        raise KeyError
+    assert "model" not in vars(first) and "model" not in vars(second)

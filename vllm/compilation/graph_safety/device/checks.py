@@ -40,14 +40,14 @@ from vllm.compilation.graph_safety.simulator.outcomes import (
 from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.compilation.graph_safety.simulator.spots import Spot, here, spot_of_error
 from vllm.compilation.graph_safety.walker import Finding
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.config.current import with_own_layers
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import StepGraphs
 from vllm.v1.worker.warm_up import profile_peak_bytes, warm_up
+from vllm.v1.worker.worker import Worker
 
 Progress = Callable[[str], None]
 #: steps before anything is watched, and steps that are
@@ -97,7 +97,7 @@ def check_devices(
         runs[device] = run = DeviceRun()
         torch.cuda.set_device(device)
         with torch.cuda.stream(torch.cuda.Stream(device)):
-            with _runner(vllm_config, device) as runner:
+            with built_runner(vllm_config, device) as runner:
                 check_built(runner, run, steps, progress)
             if own_sizes is not None and not run.findings:
                 check_sizes(own_sizes, device, run)
@@ -112,23 +112,24 @@ def check_devices(
 
 
 @contextmanager
-def _runner(vllm_config: VllmConfig, device: torch.device) -> Iterator[ModelRunner]:
-    """A runner with its model; it is dropped after the block, however that ends."""
-    config = with_own_layers(vllm_config)
-    with torch.no_grad(), set_current_vllm_config(config):
-        runner = ModelRunner(config, device)
+def built_runner(vllm_config: VllmConfig, device: torch.device) -> Iterator[ModelRunner]:
+    """The runner of a worker with its model, whose kernels were compiled on all cores; it is
+    dropped after the block, however that ends."""
+    worker = Worker(vllm_config, device.index)
+    with torch.no_grad():
+        worker.init_device()
         try:
-            runner.build_model()
-            runner.load_weights()
-            yield runner
+            worker.load_model()
+            worker.await_kernels()
+            with worker.at_work():
+                yield worker.model_runner
         finally:
-            runner.close()
-            torch.cuda.empty_cache()
+            worker.shutdown()
 
 
 def check_sizes(vllm_config: VllmConfig, device: torch.device, run: DeviceRun) -> None:
     """Capture every graph of a configuration on a GPU, on the current stream."""
-    with _runner(vllm_config, device) as runner:
+    with built_runner(vllm_config, device) as runner:
         capture_own_sizes(runner, run, _memory_for_state(runner))
 
 
