@@ -20,8 +20,8 @@ constexpr int kThreads = 1024, kWarps = kThreads / 32;
 static_assert(kMostExperts <= kThreads, "a thread per expert");
 // CTAs for many pairs, and how many pairs one CTA sorts alone.
 constexpr int kCluster = 8, kAlone = 4096;
-// Loads of a lane that are under way together.
-constexpr int kAhead = 4;
+// Loads of a lane that are under way together, from global and from shared memory.
+constexpr int kAhead = 4, kTogether = 8;
 
 struct Shared {
   int totals[kMostExperts];  // of this CTA, by expert
@@ -70,6 +70,7 @@ struct Sorter {
   const int rank, ctas;
   const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int first = 0, end = 0;  // this warp's pairs
+  int warps = 0;           // of this CTA that have any
 
   __device__ int* counts(int of_warp) const { return shared.counts + of_warp * args.num_experts; }
 
@@ -78,6 +79,8 @@ struct Sorter {
     const int run = ((args.num_pairs + runs - 1) / runs + 31) / 32 * 32;
     first = min((rank * kWarps + warp) * run, args.num_pairs);
     end = min(first + run, args.num_pairs);
+    const int rest = max(0, args.num_pairs - rank * kWarps * run);
+    warps = min(kWarps, (rest + run - 1) / run);
   }
 
   // -1 for pairs that do not exist and for experts that are not here.
@@ -97,6 +100,7 @@ struct Sorter {
       for (int i = 0; i < kAhead; ++i) experts[i] = expert_of(begin + 32 * i + lane);
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
+        if (begin + 32 * i >= end) break;
         const int expert = experts[i];
         const unsigned same = __match_any_sync(~0u, expert);
         const int lower = __popc(same & ((1u << lane) - 1));
@@ -112,12 +116,17 @@ struct Sorter {
   __device__ void add_warps() {
     if (thread >= args.num_experts) return;
     int total = 0;
-#pragma unroll 8
-    for (int i = 0; i < kWarps; ++i) {
-      int& count = counts(i)[thread];
-      const int own = count;
-      count = total;
-      total += own;
+    for (int begin = 0; begin < warps; begin += kTogether) {
+      int own[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        own[i] = begin + i < warps ? counts(begin + i)[thread] : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        if (begin + i < warps) counts(begin + i)[thread] = total;
+        total += own[i];
+      }
     }
     shared.totals[thread] = total;
   }
@@ -147,7 +156,7 @@ struct Sorter {
 
   __device__ void run() {
     divide();
-    for (int i = thread; i < kWarps * args.num_experts; i += kThreads) shared.counts[i] = 0;
+    for (int i = thread; i < warps * args.num_experts; i += kThreads) shared.counts[i] = 0;
     __syncthreads();
     wait_for_predecessors();
     each_pair([](int, int, int) {});
