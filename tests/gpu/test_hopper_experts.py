@@ -92,6 +92,14 @@ def test_products_are_those_of_the_reference(
     assert error_ratio(run_experts.run(problem), expected.double()) < 5e-3
 
 
+def test_more_tiles_than_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 570 blocks of 16 tiles each: 68 for a multiprocessor, which knows 32 at a time."""
+    of_height(monkeypatch, FEW)
+    problem = experts_problem(12_000, "cuda", BF16, sizes=(5, 2048, 64), slots=3)
+    expected = naive.run_experts(problem)
+    assert error_ratio(run_experts.run(problem), expected.double()) < 5e-3
+
+
 @pytest.mark.parametrize("height", [FEW, SOME])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("tokens", "sizes"), [(64, LARGE), (2500, LARGE), (300, (6, 256, 384))])

@@ -205,12 +205,12 @@ struct Consumer {
     }
   }
 
-  // Fetched before the products, for it takes a while.
+  // From the tile's first stage, before it is given back.
   __device__ void find_pairs() {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       const int row = thread / kRowChunks + i * kCopiedRows;
-      const int pair = row < work.used ? args.pairs[work.place + row] : 0;
+      const int pair = row < work.used ? shared.pairs[ring.index][row] : 0;
       pairs[i] = pair >= 0 && pair < args.num_pairs ? pair : 0;
     }
   }
@@ -278,10 +278,10 @@ __global__ void __launch_bounds__(experts::kThreads, 1)
     __syncthreads();
   }
   if (threadIdx.x < experts::kWarpgroup) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(S::PRODUCER_REGISTERS));
     experts::Producer<S>{weights, args, shared, steps, columns}.run();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(S::CONSUMER_REGISTERS));
     wait_for_predecessors();
     launch_dependents();
     experts::Consumer<S>(args, shared, steps).run();

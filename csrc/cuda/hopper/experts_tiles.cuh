@@ -34,6 +34,9 @@ struct Shape {
   static constexpr int OUTPUTS = GATED ? ROWS / 2 : ROWS;
   static constexpr int FETCHED = ROWS / CLUSTER;     // rows that a CTA fetches
   static constexpr int STAGED = SCALED ? 32 : 64;    // places whose outputs leave together
+  // Of a thread; together what the compiler gives three warpgroups.
+  static constexpr int PRODUCER_REGISTERS = TOKENS > 128 ? 72 : 56;
+  static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / kConsumers;
   static_assert(TOKENS % 32 == 0);
 };
 
@@ -54,6 +57,7 @@ struct Shared {
   alignas(1024) char out[kConsumers][S::STAGED][kTileRowBytes];
   alignas(16) float weight_scale[S::SCALED ? S::STAGES : 1][S::SCALED ? S::ROWS : 4];
   alignas(16) float token_scale[S::SCALED ? S::STAGES : 1][S::SCALED ? S::TOKENS : 4];
+  int pairs[S::STAGES][S::TOKENS];  // of a tile's places, where its first stage is
   Work work[S::STAGES];
   uint64_t barriers[2 * S::STAGES];
 };
@@ -110,34 +114,101 @@ __device__ inline void arrive_after_copies(uint64_t* barrier) {
 
 // One warpgroup fetches all tiles. Indices from memory are checked: a launch that was noted and
 // not made may have left anything there.
+//
+// Three reads find a tile, each after the one before it: its expert, that one's end, its pairs.
+// Behind all the weights under way a read takes microseconds, as long as a short tile's weights.
+// So experts and ends are read for a run of 32 tiles at once, by a lane each, and a tile's pairs
+// while the one before it is fetched.
 template <typename S>
 struct Producer {
   static constexpr int kRounds = S::TOKENS / kCopiedRows;
+  static constexpr int kRows = kCopiedRows / 4;             // of a warp in a round
+  static constexpr int kLaneRounds = 32 / kRows;            // whose rows a warp's lanes name
+  static constexpr int kNamed = (kRounds + kLaneRounds - 1) / kLaneRounds;  // by each lane
 
   const CUtensorMap& weights;
   const ExpertsArgs& args;
   Shared<S>& shared;
   const int steps, columns;  // of k, and of tiles
-  const int thread = threadIdx.x;
+  const int thread = threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = S::CLUSTER > 1 ? cluster_rank() : 0;
+  const int apart = gridDim.x / S::CLUSTER;  // this CTA's tiles
+  int tile = blockIdx.x / S::CLUSTER;
   Work work{};
   uint32_t rows[kRounds];  // this thread's chunks of x, in chunks
-  int64_t scale_rows[2]{};  // whose scales this thread copies
-  const int rank = S::CLUSTER > 1 ? cluster_rank() : 0;
+  int64_t scale_row = 0;   // whose scales this thread copies
+  // Of the tiles to come:
+  Work next{};
+  int named[kNamed], scale_pair = 0;  // pairs of the next one
+  int number = 0;                     // of this one, among the CTA's
+  int expert, end = 0;                // of the tile of the next one's run that has this lane
+  int later_expert = -1, later_end = 0;  // of the run after that
 
-  // What a tile is; nothing behind the last block that is used.
-  __device__ Work find(int tile) const {
-    const int block = tile / columns;
-    Work end{};
-    end.used = -1;
-    if (block >= args.num_blocks) return end;
-    const int expert = args.block_experts[block];
-    if (expert < 0 || expert >= args.num_experts) return end;
-    const int place = block * S::HEIGHT;
-    const int used = min(S::HEIGHT, args.ends[expert] - place);
-    if (used <= 0) return end;
+  // Both are looked at in the branch that reads them. Else the compiler would wait for them, and
+  // for pairs, at every tile.
+  __device__ int read_expert(int of_tile) const {
+    const int block = of_tile / columns;
+    return max(block < args.num_blocks ? args.block_experts[block] : -1, -1);
+  }
+  __device__ int read_end(int of_expert) const {
+    return max(of_expert >= 0 && of_expert < args.num_experts ? args.ends[of_expert] : 0, 0);
+  }
+
+  // Without an expert of the stack the end is 0, and there is nothing to do.
+  __device__ Work work_of(int of_tile, int lane_of) const {
+    const int of_expert = __shfl_sync(~0u, expert, lane_of);
+    const int place = of_tile / columns * S::HEIGHT;
+    const int used = min(S::HEIGHT, __shfl_sync(~0u, end, lane_of) - place);
+    if (used <= 0) return {0, -1, 0, 0};
     const int part = (used + S::CLUSTER - 1) / S::CLUSTER;
     const int own = min(part, max(0, used - rank * part));
-    return {place + rank * part, own, tile % columns * S::OUTPUTS, expert};
+    return {place + rank * part, own, of_tile % columns * S::OUTPUTS, of_expert};
+  }
+
+  // Lane l names the pair of this warp's row l % kRows in round l / kRows.
+  __device__ void read_pairs() {
+#pragma unroll
+    for (int i = 0; i < kNamed; ++i) {
+      const int place =
+          (i * kLaneRounds + lane / kRows) * kCopiedRows + warp * kRows + lane % kRows;
+      named[i] = args.pairs[place < next.used ? next.place + place : 0];
+    }
+    if constexpr (S::SCALED) {
+      scale_pair = args.pairs[thread < next.used ? next.place + thread : 0];
+    }
+  }
+
+  __device__ void look_first() {
+    expert = read_expert(tile + lane * apart);
+    end = read_end(expert);
+    next = work_of(tile, 0);
+  }
+
+  // Finds the next tile, and what the run after its own needs well before that begins.
+  __device__ void look_ahead() {
+    const int lane_of = (number + 1) % 32;
+    if (lane_of == 0) expert = later_expert, end = later_end;
+    if (lane_of == 16) later_expert = read_expert(tile + (17 + lane) * apart);
+    if (lane_of == 24) later_end = read_end(later_expert);
+    next = work_of(tile + apart, lane_of);
+    read_pairs();
+  }
+
+  // The next tile becomes this one.
+  __device__ void take_next() {
+    work = next;
+    uint32_t chunks[kNamed];
+#pragma unroll
+    for (int i = 0; i < kNamed; ++i) {
+      chunks[i] = static_cast<uint32_t>(row_of(named[i])) *
+                  static_cast<uint32_t>(args.x_stride / kChunk);
+    }
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int from = i % kLaneRounds * kRows + lane / kRowChunks;
+      rows[i] = __shfl_sync(~0u, chunks[i / kLaneRounds], from) + thread % kRowChunks;
+    }
+    if constexpr (S::SCALED) scale_row = row_of(scale_pair);
   }
 
   __device__ void load_weight(Ring& ring, int step) const {
@@ -149,31 +220,9 @@ struct Producer {
                  (S::GATED ? 2 * work.output : work.output) + first, work.expert, ring.full());
   }
 
-  // The row of x that a place's is.
-  __device__ int row_at(int place) const {
-    const int pair = args.pairs[work.place + place];
+  // The row of x that is a pair's.
+  __device__ int row_of(int pair) const {
     return pair >= 0 && pair < args.num_pairs ? pair / args.slots : 0;
-  }
-
-  // Where this thread's chunks of the tile's rows begin.
-  __device__ void find_rows() {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      const int place = thread / kRowChunks + i * kCopiedRows;
-      rows[i] = 0;
-      if (place < work.used) {
-        rows[i] = static_cast<uint32_t>(row_at(place)) *
-                      static_cast<uint32_t>(args.x_stride / kChunk) +
-                  thread % kRowChunks;
-      }
-    }
-    if constexpr (S::SCALED) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int place = thread + i * kWarpgroup;
-        if (place < work.used) scale_rows[i] = row_at(place);
-      }
-    }
   }
 
   // Places that are not used keep what is there: they are columns of the product of their own.
@@ -205,20 +254,28 @@ struct Producer {
           if (at < last) copy_async<16>(&shared.weight_scale[ring.index][row], from + at);
         }
       }
+      static_assert(S::TOKENS <= kWarpgroup, "a thread per place");
+      if (thread < work.used) {
+        copy_async<4>(&shared.token_scale[ring.index][thread],
+                      args.x_scale + scale_row * args.x_scale_row + step * args.x_scale_group);
+      }
+    }
+  }
+
+  // For the consumers, which would wait for a read of their own.
+  __device__ void copy_pairs(Ring& ring) const {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int place = thread + i * kWarpgroup;
-        if (place < work.used) {
-          copy_async<4>(
-              &shared.token_scale[ring.index][place],
-              args.x_scale + scale_rows[i] * args.x_scale_row + step * args.x_scale_group);
-        }
+    for (int i = 0; i < S::TOKENS; i += kWarpgroup) {
+      const int place = i + thread;
+      if (place < work.used) {
+        copy_async<4>(&shared.pairs[ring.index][place], args.pairs + work.place + place);
       }
     }
   }
 
   // What is not the weight.
   __device__ void load_tokens(Ring& ring, int step) const {
+    if (step == 0) copy_pairs(ring);
     copy_tokens(ring, step);
     copy_scales(ring, step);
     arrive_after_copies(ring.full());
@@ -241,30 +298,31 @@ struct Producer {
 
   __device__ void run() {
     Ring ring(shared.barriers, S::STAGES);
-    const int apart = gridDim.x / S::CLUSTER;
-    int tile = blockIdx.x / S::CLUSTER, begin = 0;
-    if constexpr (S::GATED) {
-      begin_dependents();
-      work = find(tile);
-    } else {
-      // Blocks were there before the kernel ahead began, and weights are constant.
-      work = find(tile);
-      begin = work.used >= 0 ? min(S::STAGES, steps) : 0;
-      if (thread == 0) {
-        Ring early = ring;
-        for (int step = 0; step < begin; ++step, early.advance()) load_weight(early, step);
-      }
-      find_rows();
-      begin_dependents();
-      for (int step = 0; step < begin; ++step, ring.advance()) load_tokens(ring, step);
+    // Without a gate blocks were there before the kernel ahead began. Weights are constant.
+    if constexpr (S::GATED) begin_dependents();
+    look_first();
+    work = next;
+    int begin = work.used >= 0 ? min(S::STAGES, steps) : 0;
+    if (thread == 0) {
+      Ring early = ring;
+      for (int step = 0; step < begin; ++step, early.advance()) load_weight(early, step);
     }
-    for (; work.used >= 0; tile += apart, work = find(tile), begin = 0) {
-      find_rows();
+    read_pairs();
+    take_next();
+    look_ahead();
+    if constexpr (!S::GATED) begin_dependents();
+    for (int step = 0; step < begin; ++step, ring.advance()) load_tokens(ring, step);
+    while (work.used >= 0) {
       for (int step = begin; step < steps; ++step, ring.advance()) {
         ring.wait_empty();
         if (thread == 0) load_weight(ring, step);
         load_tokens(ring, step);
       }
+      begin = 0;
+      tile += apart;
+      ++number;
+      take_next();
+      look_ahead();
     }
     finish(ring);
   }
