@@ -71,7 +71,7 @@ void expert_blocks(const Tensor& experts, const Tensor& pairs, const Tensor& blo
 void expert_products(const Tensor& x, const Tensor& weight, const OptTensor& x_scale,
                        const OptTensor& weight_scale, const Tensor& pairs,
                        const Tensor& block_experts, const Tensor& ends, const Tensor& out,
-                       int64_t slots, int64_t height, bool gated, bool overlap) {
+                       int64_t slots, int64_t height, bool gated, bool hits_most, bool overlap) {
   const bool scaled = x_scale.has_value();
   const auto operands = scaled ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
   const int64_t bytes = scaled ? 1 : 2;
@@ -132,6 +132,7 @@ void expert_products(const Tensor& x, const Tensor& weight, const OptTensor& x_s
   args.num_blocks = static_cast<int>(blocks);
   args.n = static_cast<int>(n);
   args.row_bytes = static_cast<int>(x.size(1) * bytes);
+  args.hits_most = hits_most;
   ExpertsLaunch launch{};
   launch.gated = gated;
   launch.overlap = overlap;
@@ -152,7 +153,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
       "expert_products(Tensor x, Tensor weight, Tensor? x_scale, Tensor? weight_scale,"
       " Tensor pairs, Tensor block_experts, Tensor ends, Tensor(a!) out, int slots, int height,"
-      " bool gated, bool overlap) -> ()");
+      " bool gated, bool hits_most, bool overlap) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {

@@ -13,7 +13,15 @@ from vllm.kernels import fp8
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER, CudaOps
 from vllm.kernels.moe import ClampedSwiglu, ExpertScales, ExpertsProblem, Routing, hopper
-from vllm.kernels.moe.hopper import FEW, LEAST_TOKENS, MANY, SOME, block_height, takes_experts
+from vllm.kernels.moe.hopper import (
+    FEW,
+    LEAST_TOKENS,
+    MANY,
+    SOME,
+    block_height,
+    hits_most,
+    takes_experts,
+)
 from vllm.kernels.moe.slots import SlotOutputs
 from vllm.kernels.residual_stream import ResidualStream
 
@@ -110,6 +118,12 @@ def test_blocks_are_high_where_experts_are_busy() -> None:
     assert heights(9, 257, True, *tokens) == [FEW, FEW, FEW, SOME, SOME, SOME]
     # Mixtral: 2 of 8
     assert heights(2, 8, False, 16, 128, 129, 641) == [FEW, FEW, SOME, MANY]
+
+
+def test_first_weights_are_fetched_early_where_most_experts_are_hit() -> None:
+    assert [hits_most(9 * tokens, 257) for tokens in (8, 57, 58, 256)] == [False, False, True, True]
+    # A rank of eight has an eighth of the experts, and as many of the pairs.
+    assert not hits_most(9 * 57, 33 * 8)
 
 
 def test_hopper_prefers_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,21 @@ __device__ inline void load_rows(void* to, const CUtensorMap* map, int x, int ro
   }
 }
 
+// As `load_rows` of a CTA without a cluster, but to the L2 cache.
+template <typename S>
+__device__ inline void prefetch_rows(const CUtensorMap* map, int x, int row, int expert) {
+  if constexpr (S::GATED) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %2, %3, %4}];" ::"l"(map),
+        "r"(x), "r"(0), "r"(row / 16), "r"(expert)
+        : "memory");
+  } else {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+                 "r"(x), "r"(row), "r"(expert)
+                 : "memory");
+  }
+}
+
 template <int BYTES>
 __device__ inline void copy_async(void* to, const void* from) {
   if constexpr (BYTES == 16) {
@@ -121,9 +136,11 @@ __device__ inline void arrive_after_copies(uint64_t* barrier) {
 // while the one before it is fetched.
 template <typename S>
 struct Producer {
+  static constexpr bool kFew = S::TOKENS == 64;  // bound by reading weights
+  static constexpr int kGuessed = 12, kBehind = 8;  // stages, of 16 KB
   static constexpr int kRounds = S::TOKENS / kCopiedRows;
-  static constexpr int kRows = kCopiedRows / 4;             // of a warp in a round
-  static constexpr int kLaneRounds = 32 / kRows;            // whose rows a warp's lanes name
+  static constexpr int kRows = kCopiedRows / 4;   // of a warp in a round
+  static constexpr int kLaneRounds = 32 / kRows;  // whose rows a warp's lanes name
   static constexpr int kNamed = (kRounds + kLaneRounds - 1) / kLaneRounds;  // by each lane
 
   const CUtensorMap& weights;
@@ -141,8 +158,8 @@ struct Producer {
   Work next{};
   int named[kNamed], scale_pair = 0;  // pairs of the next one
   int number = 0;                     // of this one, among the CTA's
-  int expert, end = 0;                // of the tile of the next one's run that has this lane
-  int later_expert = -1, later_end = 0;  // of the run after that
+  int expert = -1, end = 0;           // of this lane's tile, in the next one's run of 32
+  int later_expert = -1, later_end = 0;  // and in the run after that
 
   // Both are looked at in the branch that reads them. Else the compiler would wait for them, and
   // for pairs, at every tile.
@@ -218,6 +235,31 @@ struct Producer {
     const int first = rank * S::FETCHED;
     load_rows<S>(to[first], &weights, step * (kTileRowBytes / 2),
                  (S::GATED ? 2 * work.output : work.output) + first, work.expert, ring.full());
+  }
+
+  // Stages of a tile's weights come to the L2 cache.
+  __device__ void prefetch_weight(int output, int expert, int first, int count) const {
+    for (int step = first; step < min(first + count, steps); ++step) {
+      prefetch_rows<S>(&weights, step * (kTileRowBytes / 2), S::GATED ? 2 * output : output,
+                       expert);
+    }
+  }
+
+  // While the kernels ahead choose and sort, memory idles. Where most experts are hit, the first
+  // tiles are those of the first experts; the few of them that are not are read in vain.
+  __device__ void guess() const {
+    const int expert = tile / columns;
+    if (kFew && args.hits_most && thread == 0 && expert < args.num_experts) {
+      prefetch_weight(tile % columns * S::OUTPUTS, expert, 0, kGuessed);
+    }
+  }
+
+  // Where others are still busy with the kernel ahead, stages behind the first `begin` come, too.
+  __device__ void prefetch_behind(int begin) const {
+    if (!kFew || thread != 0 || work.used < 0) return;
+    const int own = min(kBehind, steps - begin);
+    prefetch_weight(work.output, work.expert, begin, own);
+    if (next.used >= 0) prefetch_weight(next.output, next.expert, 0, kBehind - own);
   }
 
   // The row of x that is a pair's.
@@ -299,7 +341,10 @@ struct Producer {
   __device__ void run() {
     Ring ring(shared.barriers, S::STAGES);
     // Without a gate blocks were there before the kernel ahead began. Weights are constant.
-    if constexpr (S::GATED) begin_dependents();
+    if constexpr (S::GATED) {
+      guess();
+      begin_dependents();
+    }
     look_first();
     work = next;
     int begin = work.used >= 0 ? min(S::STAGES, steps) : 0;
@@ -310,7 +355,10 @@ struct Producer {
     read_pairs();
     take_next();
     look_ahead();
-    if constexpr (!S::GATED) begin_dependents();
+    if constexpr (!S::GATED) {
+      prefetch_behind(begin);
+      begin_dependents();
+    }
     for (int step = 0; step < begin; ++step, ring.advance()) load_tokens(ring, step);
     while (work.used >= 0) {
       for (int step = begin; step < steps; ++step, ring.advance()) {

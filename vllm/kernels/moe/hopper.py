@@ -33,6 +33,8 @@ OPS = CudaOps(
 FEW, SOME, MANY = 64, 128, 320
 #: up to so many pairs per expert, on average, are few, and some; more share weights, in bfloat16
 MOST_FEW, MOST_SOME = 32, 160
+#: from so many on, most experts are hit: of 100 that are equally likely, 86
+LEAST_HITTING_MOST = 2
 #: with fewer there are too few tiles for all multiprocessors
 LEAST_TOKENS = 2
 #: as many can be sorted
@@ -46,6 +48,11 @@ def block_height(num_pairs: int, num_experts: int, scaled: bool) -> int:
     if num_pairs <= MOST_FEW * num_experts:
         return FEW
     return SOME if scaled or num_pairs <= MOST_SOME * num_experts else MANY
+
+
+def hits_most(num_pairs: int, num_experts: int) -> bool:
+    """Whether the first weights may be fetched before it is known which experts are hit."""
+    return num_pairs >= LEAST_HITTING_MOST * num_experts
 
 
 def _height_of(problem: ExpertsProblem) -> int:
@@ -100,6 +107,7 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     height = _height_of(problem)
     blocks = sort_into_blocks(experts, problem.num_experts, height)
     places = (blocks.pairs, blocks.experts, blocks.ends)
+    most = hits_most(tokens * slots, problem.num_experts * problem.ranks)
     inner_scale, outer_scale = (None, None) if problem.scales is None else problem.scales.both
     multiply = torch.ops.vllm_cuda.expert_products.default
 
@@ -108,13 +116,13 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     operand = make_operand(x, problem.scales)
     multiply(
         operand.values, problem.gate_up, operand.scale, inner_scale, *places, gated,
-        slots, height, True, overlaps(),
+        slots, height, True, most, overlaps(),
     )  # fmt: skip
     outputs = x.new_empty(num_pairs, x.shape[1])
     operand = make_operand(gated, problem.scales)
     multiply(
         operand.values, problem.down, operand.scale, outer_scale, *places, outputs,
-        1, height, False, overlaps(),
+        1, height, False, most, overlaps(),
     )  # fmt: skip
     return SlotOutputs(problem, outputs)
 
