@@ -22,7 +22,6 @@ struct ExpertsArgs {
   int num_pairs, slots, num_experts, num_blocks;
   int n;
   int row_bytes;  // k elements
-  bool hits_most;  // most experts have pairs, as far as their number tells
 };
 
 struct ExpertsLaunch {

@@ -13,15 +13,7 @@ from vllm.kernels import fp8
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER, CudaOps
 from vllm.kernels.moe import ClampedSwiglu, ExpertScales, ExpertsProblem, Routing, hopper
-from vllm.kernels.moe.hopper import (
-    FEW,
-    LEAST_TOKENS,
-    MANY,
-    SOME,
-    block_height,
-    hits_most,
-    takes_experts,
-)
+from vllm.kernels.moe.hopper import FEW, LEAST_TOKENS, MANY, SOME, block_height, takes_experts
 from vllm.kernels.moe.slots import SlotOutputs
 from vllm.kernels.residual_stream import ResidualStream
 
@@ -120,10 +112,23 @@ def test_blocks_are_high_where_experts_are_busy() -> None:
     assert heights(2, 8, False, 16, 128, 129, 641) == [FEW, FEW, SOME, MANY]
 
 
-def test_first_weights_are_fetched_early_where_most_experts_are_hit() -> None:
-    assert [hits_most(9 * tokens, 257) for tokens in (8, 57, 58, 256)] == [False, False, True, True]
-    # A rank of eight has an eighth of the experts, and as many of the pairs.
-    assert not hits_most(9 * 57, 33 * 8)
+def test_the_sort_of_few_tokens_fetches_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of other heights have other tiles."""
+
+    class Sorted(Exception):
+        pass
+
+    def sort(experts: Tensor, num_experts: int, height: int, weight: Tensor | None = None) -> None:
+        fetched.append(weight)
+        raise Sorted
+
+    fetched: list[Tensor | None] = []
+    monkeypatch.setattr(hopper, "sort_into_blocks", sort)
+    few, many = problem_of(), problem_of(1000)
+    for problem in (few, many):
+        with pytest.raises(Sorted):
+            hopper.run_experts.run(problem)
+    assert fetched[0] is few.gate_up and fetched[1] is None
 
 
 def test_hopper_prefers_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,19 +93,11 @@ __device__ inline void load_rows(void* to, const CUtensorMap* map, int x, int ro
   }
 }
 
-// As `load_rows` of a CTA without a cluster, but to the L2 cache.
-template <typename S>
-__device__ inline void prefetch_rows(const CUtensorMap* map, int x, int row, int expert) {
-  if constexpr (S::GATED) {
-    asm volatile(
-        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %2, %3, %4}];" ::"l"(map),
-        "r"(x), "r"(0), "r"(row / 16), "r"(expert)
-        : "memory");
-  } else {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
-                 "r"(x), "r"(row), "r"(expert)
-                 : "memory");
-  }
+// As `load_tile`, but to the L2 cache.
+__device__ inline void prefetch_tile(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+               "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 
 template <int BYTES>
@@ -137,7 +129,7 @@ __device__ inline void arrive_after_copies(uint64_t* barrier) {
 template <typename S>
 struct Producer {
   static constexpr bool kFew = S::TOKENS == 64;  // bound by reading weights
-  static constexpr int kGuessed = 12, kBehind = 8;  // stages, of 16 KB
+  static constexpr int kBehind = 8;              // stages, of 16 KB
   static constexpr int kRounds = S::TOKENS / kCopiedRows;
   static constexpr int kRows = kCopiedRows / 4;   // of a warp in a round
   static constexpr int kLaneRounds = 32 / kRows;  // whose rows a warp's lanes name
@@ -238,19 +230,9 @@ struct Producer {
   }
 
   // Stages of a tile's weights come to the L2 cache.
-  __device__ void prefetch_weight(int output, int expert, int first, int count) const {
+  __device__ void prefetch_weight(const Work& of, int first, int count) const {
     for (int step = first; step < min(first + count, steps); ++step) {
-      prefetch_rows<S>(&weights, step * (kTileRowBytes / 2), S::GATED ? 2 * output : output,
-                       expert);
-    }
-  }
-
-  // While the kernels ahead choose and sort, memory idles. Where most experts are hit, the first
-  // tiles are those of the first experts; the few of them that are not are read in vain.
-  __device__ void guess() const {
-    const int expert = tile / columns;
-    if (kFew && args.hits_most && thread == 0 && expert < args.num_experts) {
-      prefetch_weight(tile % columns * S::OUTPUTS, expert, 0, kGuessed);
+      prefetch_tile(&weights, step * (kTileRowBytes / 2), of.output, of.expert);
     }
   }
 
@@ -258,8 +240,8 @@ struct Producer {
   __device__ void prefetch_behind(int begin) const {
     if (!kFew || thread != 0 || work.used < 0) return;
     const int own = min(kBehind, steps - begin);
-    prefetch_weight(work.output, work.expert, begin, own);
-    if (next.used >= 0) prefetch_weight(next.output, next.expert, 0, kBehind - own);
+    prefetch_weight(work, begin, own);
+    if (next.used >= 0) prefetch_weight(next, 0, kBehind - own);
   }
 
   // The row of x that is a pair's.
@@ -341,10 +323,7 @@ struct Producer {
   __device__ void run() {
     Ring ring(shared.barriers, S::STAGES);
     // Without a gate blocks were there before the kernel ahead began. Weights are constant.
-    if constexpr (S::GATED) {
-      guess();
-      begin_dependents();
-    }
+    if constexpr (S::GATED) begin_dependents();
     look_first();
     work = next;
     int begin = work.used >= 0 ? min(S::STAGES, steps) : 0;

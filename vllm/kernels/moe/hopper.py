@@ -33,8 +33,6 @@ OPS = CudaOps(
 FEW, SOME, MANY = 64, 128, 320
 #: up to so many pairs per expert, on average, are few, and some; more share weights, in bfloat16
 MOST_FEW, MOST_SOME = 32, 160
-#: from so many on, most experts are hit: of 100 that are equally likely, 86
-LEAST_HITTING_MOST = 2
 #: with fewer there are too few tiles for all multiprocessors
 LEAST_TOKENS = 2
 #: as many can be sorted
@@ -48,11 +46,6 @@ def block_height(num_pairs: int, num_experts: int, scaled: bool) -> int:
     if num_pairs <= MOST_FEW * num_experts:
         return FEW
     return SOME if scaled or num_pairs <= MOST_SOME * num_experts else MANY
-
-
-def hits_most(num_pairs: int, num_experts: int) -> bool:
-    """Whether the first weights may be fetched before it is known which experts are hit."""
-    return num_pairs >= LEAST_HITTING_MOST * num_experts
 
 
 def _height_of(problem: ExpertsProblem) -> int:
@@ -89,14 +82,18 @@ def takes_experts(problem: ExpertsProblem) -> bool:
     )
 
 
-def sort_into_blocks(experts: Tensor, num_experts: int, height: int) -> Blocks:
-    """See `vllm.kernels.moe.blocks.sort_into_blocks`; one launch."""
+def sort_into_blocks(
+    experts: Tensor, num_experts: int, height: int, weight: Tensor | None = None
+) -> Blocks:
+    """See `vllm.kernels.moe.blocks.sort_into_blocks`; one launch. `weight [experts, rows, k]`: the
+    gate and up projections to multiply next, whose first tiles for blocks of `FEW` places it has
+    fetched to the L2 cache."""
     count = most_blocks(experts.numel(), num_experts, height)
     pairs, block_experts, ends = (
         experts.new_empty(size) for size in (count * height, count, num_experts)
     )
     torch.ops.vllm_cuda.expert_blocks.default(
-        experts, pairs, block_experts, ends, height, overlaps()
+        experts, pairs, block_experts, ends, weight, height, overlaps()
     )
     return Blocks(height, count, pairs, block_experts, ends)
 
@@ -105,9 +102,9 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     x, experts = problem.x, problem.experts
     tokens, slots = experts.shape
     height = _height_of(problem)
-    blocks = sort_into_blocks(experts, problem.num_experts, height)
+    first = problem.gate_up if height == FEW else None
+    blocks = sort_into_blocks(experts, problem.num_experts, height, first)
     places = (blocks.pairs, blocks.experts, blocks.ends)
-    most = hits_most(tokens * slots, problem.num_experts * problem.ranks)
     inner_scale, outer_scale = (None, None) if problem.scales is None else problem.scales.both
     multiply = torch.ops.vllm_cuda.expert_products.default
 
@@ -116,13 +113,13 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     operand = make_operand(x, problem.scales)
     multiply(
         operand.values, problem.gate_up, operand.scale, inner_scale, *places, gated,
-        slots, height, True, most, overlaps(),
+        slots, height, True, overlaps(),
     )  # fmt: skip
     outputs = x.new_empty(num_pairs, x.shape[1])
     operand = make_operand(gated, problem.scales)
     multiply(
         operand.values, problem.down, operand.scale, outer_scale, *places, outputs,
-        1, height, False, most, overlaps(),
+        1, height, False, overlaps(),
     )  # fmt: skip
     return SlotOutputs(problem, outputs)
 
