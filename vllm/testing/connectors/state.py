@@ -10,8 +10,9 @@ exactly these tokens is found, and by name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -55,9 +56,11 @@ class GroupState:
             for layer, tensor in self._states():
                 tensor[blocks[0]] = self._value(marks[-1], layer)
             return
-        for position, mark in enumerate(marks, start):
-            for layer, row in enumerate(self._rows(blocks, position)):
-                row.fill_(self._value(mark, layer))
+        positions = self._ends_of_rows(start, start + len(marks))
+        completed = [marks[position - start] for position in positions]
+        where = self._where(blocks, positions)
+        for cache, expected in self._rows(completed):
+            cache[where] = expected
 
     def first_wrong(
         self, blocks: Sequence[int], marks: Sequence[int], num_tokens: int
@@ -74,24 +77,37 @@ class GroupState:
             return num_tokens - 1 if wrong else None
         window = self.spec.window
         first = 0 if window is None else max(0, num_tokens - window + 1)
-        for position in range(first, num_tokens):
-            for layer, row in enumerate(self._rows(blocks, position)):
-                if bool((row != self._value(marks[position], layer)).any()):
-                    return position
-        return None
+        positions = self._ends_of_rows(first, num_tokens)
+        where = self._where(blocks, positions)
+        wrong = torch.zeros(len(positions), dtype=torch.bool)
+        for cache, expected in self._rows([marks[position] for position in positions]):
+            wrong |= (cache[where] != expected).flatten(1).any(1)
+        found = wrong.nonzero()
+        return positions[int(found[0])] if len(found) else None
 
     def _value(self, mark: int, layer: int) -> float:
         return float(self._first_mark + mark + layer)
 
-    def _rows(self, blocks: Sequence[int], position: int) -> list[Tensor]:
-        """The row that a token completes, of every layer; none if it completes none."""
+    def _ends_of_rows(self, start: int, end: int) -> list[int]:
+        """Those tokens of `start..end-1` that complete a row."""
+        per_row = self.spec.tokens_per_row
+        return list(range(start + (-start - 1) % per_row, end, per_row))
+
+    def _where(self, blocks: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Block and row within it of the rows that tokens complete."""
         size, per_row = self.spec.block_size, self.spec.tokens_per_row
-        if (position + 1) % per_row:
-            return []
+        numbers = [(blocks[p // size], p % size // per_row) for p in positions]
+        block, row = torch.tensor(numbers, dtype=torch.long).view(-1, 2).T
+        return block, row
+
+    def _rows(self, marks: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of every layer the memory, `[num_blocks, rows, ...]`, and what rows of these marks hold,
+        `[marks, 1...]`."""
         token_dim = self.spec.views[0].token_dim
         assert token_dim is not None
-        block, row = blocks[position // size], position % size // per_row
-        return [cache[block].select(token_dim, row) for cache in self.tensors()]
+        for layer, cache in enumerate(self.tensors()):
+            values = torch.tensor([self._value(m, layer) for m in marks], dtype=cache.dtype)
+            yield cache.movedim(token_dim + 1, 1), values.view(-1, *[1] * (cache.dim() - 2))
 
     def _states(self) -> list[tuple[int, Tensor]]:
         return [
