@@ -122,9 +122,19 @@ def initialize_dummy_weights(model: nn.Module, seed: int = 0) -> None:
             raise ValueError(f"dummy weights of dtype {param.dtype} are not supported")
         if param.device not in pools:
             pools[param.device] = pool.to(param.device)
+        if not param.numel():
+            continue
         low, high = dummy_range(param)
-        unit = torch.roll(pools[param.device], index * _STEP % _POOL_SIZE)
+        unit = _rolled(pools[param.device], index * _STEP % _POOL_SIZE, param.numel())
         _tile(param.data.view(-1), (low + (high - low) * unit).to(param.dtype))
+
+
+def _rolled(pool: Tensor, shift: int, size: int) -> Tensor:
+    """The first `size` of a pool that is rolled, or all of it."""
+    if size > shift:
+        return torch.roll(pool, shift)[:size]
+    start = len(pool) - shift
+    return pool[start : start + size]
 
 
 def _tile(target: Tensor, pattern: Tensor) -> None:
