@@ -18,7 +18,7 @@ from vllm.v1.worker import worker
 pytestmark = pytest.mark.slow
 
 
-#: scenarios in which each must show
+#: scenarios in one of which each must show
 NUM_SEEDS = 12
 
 
@@ -28,11 +28,14 @@ def fuzzer() -> Iterator[Fuzzer]:
         yield made
 
 
-def finds(fuzzer: Fuzzer, what: str, way: str, families: list[str], extracts: bool | None) -> bool:
-    """Whether a scenario finds it."""
+def finds(
+    fuzzer: Fuzzer, what: str, way: str, families: list[str], extracts: bool | None, first: int = 1
+) -> bool:
+    """Whether a scenario finds it. `first` is where it shows as scenarios are drawn today, and
+    those after it are tried when they are drawn otherwise."""
     return any(
         what in finding
-        for seed in range(1, NUM_SEEDS + 1)
+        for seed in (1 + (first - 1 + more) % NUM_SEEDS for more in range(NUM_SEEDS))
         for finding in fuzzer.run(seed, way, families, extracts).findings
     )
 
@@ -53,7 +56,7 @@ def test_a_reset_of_running_requests_that_kills_the_engine(
     monkeypatch.setattr(CheckpointKeeper, "_cache", cache_from_first_hit)
     monkeypatch.setattr(IdleQueue, "add", add_by_rank)
     error = "not supported between instances of 'Page' and 'Page'"
-    assert finds(fuzzer, error, "alone", ["qwen3_5"], None)
+    assert finds(fuzzer, error, "alone", ["qwen3_5"], None, first=9)
 
 
 def test_a_file_with_a_row_more_than_the_reply_counts(
@@ -75,4 +78,4 @@ def test_a_connector_that_two_engines_share(
     fuzzer.run(0, "alone", ["llama"], True)  # the engine to compare with keeps its own
     shared = worker.ConnectorSlot()
     monkeypatch.setattr(worker, "ConnectorSlot", lambda: shared)
-    assert finds(fuzzer, "hidden rows differ", "pair", ["llama", "llama"], True)
+    assert finds(fuzzer, "hidden rows differ", "pair", ["llama", "llama"], True, first=8)
