@@ -27,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     nor do the conftest files that are read before this."""
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
         return
+    # What is imported and collected stays; to look through it again and again takes seconds.
+    gc.disable()
     import torch
 
     if not torch.cuda.is_available():
@@ -49,7 +51,11 @@ def pytest_runtest_setup() -> None:
     """Random tensors do not depend on which tests this process has run before."""
     import torch
 
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        # Without it `torch.manual_seed` keeps the stack, as text, for when there will be one.
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -65,6 +71,7 @@ def pytest_collection_finish() -> None:
         triton_interpreter.make_quicker()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @contextlib.contextmanager
