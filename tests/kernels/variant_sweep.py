@@ -2,8 +2,9 @@
 """Which kernel variants warm-up foresees for tiny models, and which other batches would add.
 
 Steps run on CPU tensors with every kernel launch noted and none made. Prints JSON:
-what was found for each of the checkpoints that are given, by path. With `--thorough` there is a
-sequence of every length after every context.
+what was found for each of the checkpoints that are given, by path. Models have two layers, and one
+more of each other kind: further ones launch what those do. With `--thorough` they have all, and
+there is a sequence of every length after every context.
 """
 
 import json
@@ -41,13 +42,25 @@ MANY = [
 ]
 
 
-def sweep(model: str, batches: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+def with_a_layer_of_each_kind(hf_config: Any) -> Any:
+    """The configuration with its first layer of each kind, two at least."""
+    names = [name for name in ("layer_types", "mlp_layer_types") if hasattr(hf_config, name)]
+    kinds = list(zip(*(getattr(hf_config, name) for name in names), strict=True))
+    kept = sorted({kinds.index(kind) for kind in kinds}) if len(set(kinds)) > 1 else [0, 1]
+    for name in names:
+        setattr(hf_config, name, [getattr(hf_config, name)[layer] for layer in kept])
+    hf_config.num_hidden_layers = len(kept)
+    return hf_config
+
+
+def sweep(model: str, batches: Sequence[tuple[int, int, int]], all_layers: bool) -> dict[str, Any]:
     """The kernels that warm-up foresees, and the `batches` (sequences, tokens of each, context)
     that need others."""
     config = EngineArgs(
         model=model,
         dtype="bfloat16",
         load_format="dummy",
+        hf_overrides={} if all_layers else with_a_layer_of_each_kind,
         max_model_len=MAX_LEN,
         max_num_seqs=64,
         max_num_batched_tokens=MAX_TOKENS,
@@ -82,6 +95,7 @@ def sweep(model: str, batches: Sequence[tuple[int, int, int]]) -> dict[str, Any]
 vars(current_platform)["kernels"] = CudaKernels()
 models = [word for word in sys.argv[1:] if word != "--thorough"]
 thorough = [*product((1,), LENGTHS, CONTEXTS), *MANY]
-batches = thorough if "--thorough" in sys.argv else SOME + MANY
-found = {model: sweep(model, batches) for model in models}
+is_thorough = "--thorough" in sys.argv
+batches = thorough if is_thorough else SOME + MANY
+found = {model: sweep(model, batches, all_layers=is_thorough) for model in models}
 json.dump(found, sys.stdout)
