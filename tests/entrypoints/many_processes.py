@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of several API processes in front of an engine without a model:
 `python -m tests.entrypoints.many_processes FLAGS`. STEP_MS: milliseconds per step; REPLICAS: how
-many engine cores."""
+many engine cores; ORPHAN_GRACE_S: how long an API process that has lost its parent may take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.token_source import TokenExecutor, make_config
 from vllm.config import ParallelConfig, VllmConfig
-from vllm.entrypoints.api_processes.process import APPLICATION
+from vllm.entrypoints.api_processes import process
 from vllm.entrypoints.api_processes.serve import serve_together
 from vllm.entrypoints.cli.main import report_failure
 from vllm.entrypoints.launcher import bind
@@ -62,7 +62,10 @@ def main() -> int:
             )
             assert config.model_config is not None
             config.model_config.enable_sleep_mode = True
-            with fork_server(APPLICATION):
+            process._ORPHAN_GRACE_S = float(
+                os.environ.get("ORPHAN_GRACE_S", process._ORPHAN_GRACE_S)
+            )
+            with fork_server(process.APPLICATION):
                 return serve_together(bind(args, shared=True), args, config, SleepingExecutor)
         except Exception as error:
             report_failure("serve", error)

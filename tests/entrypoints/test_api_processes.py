@@ -230,7 +230,7 @@ def test_a_killed_process_takes_only_its_own_requests_with_it(server: Server) ->
     before = set(server.serving())
     victim = server.serving()[0]
     fork_server = psutil.Process(victim).ppid()
-    streams = [Stream(server, 300) for _ in range(RUNNING)]
+    streams = [Stream(server, 150) for _ in range(RUNNING)]
     wait_until(lambda: all(stream.ids for stream in streams))
     counted = server.metric("vllm:prompt_tokens_total")
     os.kill(victim, signal.SIGKILL)
@@ -262,8 +262,12 @@ def test_each_process_listens_at_its_own_socket_alone(server: Server) -> None:
 
 
 @pytest.mark.parametrize("is_supervisor", [True, False])
-def test_nothing_is_left_behind_a_killed_process(tmp_path: Path, is_supervisor: bool) -> None:
-    """Neither of the supervisor nor of the process that the others are forked from."""
+def test_nothing_is_left_behind_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_supervisor: bool
+) -> None:
+    """Neither of the supervisor nor of the process that the others are forked from. Requests that
+    run are not waited for longer than the grace."""
+    monkeypatch.setenv("ORPHAN_GRACE_S", "1")
     server = Server(tmp_path / "log", "-asc", "2").ready()
     try:
         wait_until(lambda: len(server.serving()) == 2)
