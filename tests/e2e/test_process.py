@@ -50,11 +50,12 @@ def test_sigterm_lets_requests_finish() -> None:
     with RemoteServer(tiny_model("llama"), *FLAGS) as server:
         children, replies = server.children(), []
         assert children
-        thread = in_background(server, {**LONG, "max_tokens": 2000}, replies)
+        thread = in_background(server, {**LONG, "max_tokens": 600}, replies)
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0, server.log()
+        assert "finishing running requests" in server.log()
         thread.join()
-        assert replies[0].json()["usage"]["completion_tokens"] == 2000
+        assert replies[0].json()["usage"]["completion_tokens"] == 600
         assert gone(children)
 
 

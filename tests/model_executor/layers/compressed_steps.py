@@ -162,7 +162,7 @@ class LayerSteps:
 
 
 def expected(layer: CompressedAttention, x: Tensor) -> Tensor:
-    """`[tokens, hidden]` fp64 of one whole sequence, token by token and head by head."""
+    """`[tokens, hidden]` fp64 of one whole sequence, token by token."""
     s, weights = layer.shape, {n: p.double() for n, p in layer.named_parameters()}
     x = x.double()
     ratio = s.ratio
@@ -177,24 +177,22 @@ def expected(layer: CompressedAttention, x: Tensor) -> Tensor:
         keys = _compress(weights, "indexer.compressor", x, ratio, layer.rope, s.eps)
         iq = (qr @ weights["indexer.wq_b.weight"].T).unflatten(-1, (s.index_heads, s.index_dim))
         iw = x @ weights["indexer.weights_proj.weight"].T * s.index_heads**-0.5
+    kv = torch.stack([_turn(row, j, layer.rope) for j, row in enumerate(kv)])
     out = torch.empty(len(x), s.num_heads, s.head_dim, dtype=torch.float64)
     for t in range(len(x)):
-        seen = [_turn(kv[j], j, layer.rope) for j in range(max(0, t - s.window + 1), t + 1)]
+        seen = [*kv[max(0, t - s.window + 1) : t + 1]]
         if entries is not None:
             visible = list(range((t + 1) // ratio))
-            if keys is not None:
-                query = torch.stack([_turn(iq[t, h], t, layer.rope) for h in range(s.index_heads)])
-                score = {
-                    w: float((iw[t] * (query @ keys[w]).relu() * s.index_dim**-0.5).sum())
-                    for w in visible
-                }
+            if keys is not None and visible:
+                query = _turn(iq[t], t, layer.rope)
+                found = (query @ torch.stack(keys[: len(visible)]).T).relu() * s.index_dim**-0.5
+                score = (iw[t] @ found).tolist()
                 visible = sorted(visible, key=lambda w: -score[w])[: s.index_topk]
             seen += [entries[w] for w in visible]
         rows = torch.stack(seen)
-        for h in range(s.num_heads):
-            scores = rows @ _turn(q[t, h], t, layer.rope) * s.head_dim**-0.5
-            both = torch.cat([scores, weights["attn_sink"][h : h + 1]]).softmax(0)
-            out[t, h] = _turn(both[:-1] @ rows, t, layer.rope, sign=-1)
+        scores = _turn(q[t], t, layer.rope) @ rows.T * s.head_dim**-0.5
+        both = torch.cat([scores, weights["attn_sink"][:, None]], dim=1).softmax(1)
+        out[t] = _turn(both[:, :-1] @ rows, t, layer.rope, sign=-1)
     low = weights["wo_a.weight"].unflatten(0, (s.output_groups, s.output_low_rank))
     groups = out.flatten(1).unflatten(1, (s.output_groups, -1))
     made = [groups[:, g] @ low[g].T for g in range(s.output_groups)]
@@ -206,14 +204,14 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _turn(x: Tensor, position: int, rope: RotaryEmbedding, sign: int = 1) -> Tensor:
-    """The last dimensions as complex numbers, turned."""
+    """The last dimensions of each row as complex numbers, turned."""
     angles = rope.cos_sin_cache[position].double()
     half = len(angles) // 2
     cos, sin = angles[:half], sign * angles[half:]
-    out = x.clone()
-    first, second = x[-2 * half :: 2], x[len(x) - 2 * half + 1 :: 2]
-    out[-2 * half :: 2] = first * cos - second * sin
-    out[len(x) - 2 * half + 1 :: 2] = first * sin + second * cos
+    out, start = x.clone(), x.shape[-1] - 2 * half
+    first, second = x[..., start::2], x[..., start + 1 :: 2]
+    out[..., start::2] = first * cos - second * sin
+    out[..., start + 1 :: 2] = first * sin + second * cos
     return out
 
 
