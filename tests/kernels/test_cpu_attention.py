@@ -27,7 +27,7 @@ def run(case: Case, **changed: object) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "heads", [(4, 2, 32), (6, 1, 12), (8, 8, 16), (16, 2, 96), (3, 3, 128), (8, 2, 256), (5, 1, 20)]
+    "heads", [(4, 2, 32), (6, 1, 12), (8, 8, 16), (8, 1, 96), (3, 3, 128), (4, 1, 256), (5, 1, 20)]
 )
 def test_mixed_batch_matches_fp64(dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     lengths = [(1, 1), (1, 40), (17, 17), (5, 133), (1, 300), (130, 150)]

@@ -24,7 +24,8 @@ from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import cu
 KERNELS = CpuKernels()
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 DTYPES = list(TOLERANCE)
-HEADS = [(2, 4, 12, 24), (2, 2, 16, 16), (1, 3, 96, 192), (2, 4, 128, 128), (1, 1, 256, 20)]
+#: large ones have one key head: their references take the time, in each instruction set
+HEADS = [(2, 4, 12, 24), (2, 2, 16, 16), (1, 3, 96, 192), (1, 2, 128, 128), (1, 1, 256, 20)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
