@@ -12,8 +12,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
+# One worker more than two cores: tests wait for processes and clocks a quarter of their time.
 # In the order of the collection, slow modules first (tests/conftest.py).
-PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS ?= 3
+PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Every test belongs to one of these. A lane imports only the folders that hold its tests.
 UNIT := not gpu and not nightly and not parity and not e2e and not extraction
 PARITY := parity and not gpu and not nightly and not e2e and not extraction
