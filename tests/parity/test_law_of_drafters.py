@@ -40,7 +40,7 @@ VOCAB, LENGTH, ROWS, DRAFTS = 8, 125, 256, 3
 NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "1000000"))
 SHAPE = Shape(intermediate=96, head_dim=32, vocab=VOCAB, draft_vocab=VOCAB // 2)
 #: of two ranks, in one batch: noise of the wrong rank deviates ten times as much as `BOUND`
-FEW_TOKENS, FEW_LENGTH = 10_000, 40
+FEW: dict[str, Any] = {"num_tokens": 10_000, "length": 40, "ranks": 2}
 METHODS = ("none", "ngram", "mtp", "eagle3", "dflash", "dspark", "draft_model")
 
 
@@ -200,8 +200,7 @@ def halves(forking: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_of_two_ranks_have_the_models_law(
     method: str, root: Path, make_engine: MakeEngine
 ) -> None:
-    few = {"num_tokens": FEW_TOKENS, "length": FEW_LENGTH, "ranks": 2}
-    logits, table, accepted = transitions(method, root, make_engine, **few)
+    logits, table, accepted = transitions(method, root, make_engine, **FEW)
     assert abs(deviation(logits, table)) < BOUND
     assert (accepted > 0.03) == (method != "none")
 
@@ -214,6 +213,5 @@ def test_noise_that_is_not_the_tokens_own_is_noticed(
     """That of the first rank's tokens on both."""
     noisy = naive._noisy
     monkeypatch.setattr(naive, "_noisy", lambda *parts: noisy(*parts[:4], 0, parts[5]))
-    few = {"num_tokens": FEW_TOKENS, "length": FEW_LENGTH, "ranks": 2}
-    logits, table, _ = transitions("eagle3", root, make_engine, **few)
+    logits, table, _ = transitions("eagle3", root, make_engine, **FEW)
     assert abs(deviation(logits, table)) > BOUND

@@ -79,10 +79,10 @@ class GroupState:
         first = 0 if window is None else max(0, num_tokens - window + 1)
         positions = self._ends_of_rows(first, num_tokens)
         where = self._where(blocks, positions)
-        wrong = torch.zeros(len(positions), dtype=torch.bool)
+        differs = torch.zeros(len(positions), dtype=torch.bool)
         for cache, expected in self._rows([marks[position] for position in positions]):
-            wrong |= (cache[where] != expected).flatten(1).any(1)
-        found = wrong.nonzero()
+            differs |= (cache[where] != expected).flatten(1).any(1)
+        found = differs.nonzero()
         return positions[int(found[0])] if len(found) else None
 
     def _value(self, mark: int, layer: int) -> float:
