@@ -12,10 +12,9 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
-# One worker more than two cores: tests wait for processes and clocks a quarter of their time.
 # In the order of the collection, slow modules first (tests/conftest.py).
-WORKERS ?= 3
-PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS ?= 2
+PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Every test belongs to one of these. A lane imports only the folders that hold its tests.
 UNIT := not gpu and not nightly and not parity and not e2e and not extraction
 PARITY := parity and not gpu and not nightly and not e2e and not extraction
@@ -97,6 +96,8 @@ test-layouts: build ## parity and state memory with ranks, stages and replicas o
 		VLLM_TEST_LAYOUT=$$layout $(PARALLEL) tests/parity -m "$(PARITY)" $(ABOUT_LAYOUTS:%=--ignore=tests/parity/test_%.py) || exit 1; \
 	done
 
+# One more than two cores: these tests wait for processes and clocks a quarter of their time.
+test-e2e: WORKERS = 3
 test-e2e: build clients ## real server, real clients; every use of state memory is checked
 	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"
 
