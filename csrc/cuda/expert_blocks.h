@@ -17,11 +17,6 @@ struct ExpertBlocksArgs {
   int* ends;           // [num_experts]
   int64_t stride;
   int num_pairs, slots, num_experts, num_blocks, height;
-  // Of the gate and up projections that are multiplied next, or null: [experts, 2 n, k] dense,
-  // whose first tiles come to the L2 cache meanwhile.
-  const void* weight;
-  int n;
-  int row_bytes;  // k elements
 };
 
 struct ExpertBlocksLaunch {

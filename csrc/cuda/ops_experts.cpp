@@ -35,7 +35,7 @@ void check_scales(const OptTensor& x_scale, const OptTensor& weight_scale, int64
 
 // See ExpertBlocksArgs.
 void expert_blocks(const Tensor& experts, const Tensor& pairs, const Tensor& block_experts,
-                   const Tensor& ends, const OptTensor& weight, int64_t height, bool overlap) {
+                   const Tensor& ends, int64_t height, bool overlap) {
   need(experts.is_cuda() && experts.dim() == 2 && experts.scalar_type() == ScalarType::Int &&
            experts.size(1) > 0 && experts.stride(1) == 1 && experts.numel() < kMost,
        "experts", experts, "be int32 [tokens, slots]");
@@ -46,13 +46,6 @@ void expert_blocks(const Tensor& experts, const Tensor& pairs, const Tensor& blo
   check_indices("pairs", pairs, blocks * height);
   check_indices("block_experts", block_experts, blocks);
   check_indices("ends", ends, num_experts);
-  if (weight.has_value()) {
-    need(weight->is_cuda() && weight->dim() == 3 && weight->is_contiguous() && aligned(*weight) &&
-             weight->size(0) == num_experts && weight->size(1) < kMost &&
-             weight->size(1) % 2 == 0 && weight->size(2) < kMost &&
-             weight->size(2) * weight->element_size() % 16 == 0,
-         "weight", *weight, "be dense [experts, rows of gate and up projections, k]");
-  }
   if (experts.size(0) == 0) return;
   const int32_t device = experts.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -67,11 +60,6 @@ void expert_blocks(const Tensor& experts, const Tensor& pairs, const Tensor& blo
   args.num_experts = static_cast<int>(num_experts);
   args.num_blocks = static_cast<int>(blocks);
   args.height = static_cast<int>(height);
-  if (weight.has_value()) {
-    args.weight = weight->data_ptr();
-    args.n = static_cast<int>(weight->size(1) / 2);
-    args.row_bytes = static_cast<int>(weight->size(2) * weight->element_size());
-  }
   ExpertBlocksLaunch launch{};
   launch.overlap = overlap;
   launch.device = device;
@@ -160,7 +148,7 @@ void expert_products(const Tensor& x, const Tensor& weight, const OptTensor& x_s
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
       "expert_blocks(Tensor experts, Tensor(a!) pairs, Tensor(b!) block_experts, Tensor(c!) ends,"
-      " Tensor? weight, int height, bool overlap) -> ()");
+      " int height, bool overlap) -> ()");
   m.def(
       "expert_products(Tensor x, Tensor weight, Tensor? x_scale, Tensor? weight_scale,"
       " Tensor pairs, Tensor block_experts, Tensor ends, Tensor(a!) out, int slots, int height,"

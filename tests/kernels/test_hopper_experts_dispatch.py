@@ -112,25 +112,6 @@ def test_blocks_are_high_where_experts_are_busy() -> None:
     assert heights(2, 8, False, 16, 128, 129, 641) == [FEW, FEW, SOME, MANY]
 
 
-def test_the_sort_of_few_tokens_fetches_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of other heights have other tiles."""
-
-    class Sorted(Exception):
-        pass
-
-    def sort(experts: Tensor, num_experts: int, height: int, weight: Tensor | None = None) -> None:
-        fetched.append(weight)
-        raise Sorted
-
-    fetched: list[Tensor | None] = []
-    monkeypatch.setattr(hopper, "sort_into_blocks", sort)
-    few, many = problem_of(), problem_of(1000)
-    for problem in (few, many):
-        with pytest.raises(Sorted):
-            hopper.run_experts.run(problem)
-    assert fetched[0] is few.gate_up and fetched[1] is None
-
-
 def test_hopper_prefers_them(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(CudaOps, "choose", lambda ops, capability: ops is hopper.OPS)

@@ -5,9 +5,6 @@
 // Every warp counts its pairs by expert; sums over the warps and CTAs before it say where its
 // first pair of each expert goes, and the order within a warp is that of its lanes. So pairs of an
 // expert keep their order, whatever the timing.
-//
-// Memory would idle meanwhile. Where one CTA sorts, the others have the weights come to the L2 cache
-// that the multiprocessors begin with, a tile each, as soon as the experts are known.
 #include <algorithm>
 
 #include "expert_blocks.h"
@@ -26,10 +23,6 @@ constexpr int kCluster = 8, kAlone = 4096;
 // Loads of a lane that are under way together, from global and from shared memory.
 constexpr int kAhead = 4, kTogether = 8;
 
-// Outputs of a tile of `experts_kernel` for few tokens, and what of its rows is fetched: 192 KB of a
-// tile in bf16, 25 MB of all multiprocessors' first ones.
-constexpr int kOutputs = 64, kFetchedBytes = 12 * 128;
-
 struct Shared {
   int totals[kMostExperts];  // of this CTA, by expert
   int bases[kMostExperts];   // the place of this CTA's first pair
@@ -47,11 +40,6 @@ __device__ inline int load_from(const int* of, int rank) {
       : "r"(shared_address(of)), "r"(rank)
       : "memory");
   return value;
-}
-
-// To the L2 cache; address and bytes are multiples of 16.
-__device__ inline void prefetch(const void* from, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // The sum over the threads before this one, and over all.
@@ -190,46 +178,14 @@ struct Sorter {
     // None leaves while another reads its totals.
     if (ctas > 1) cluster_sync();
   }
-
-  // The first tiles in the order of their blocks, one for each CTA.
-  __device__ void fetch(int tile) {
-    const int columns = (args.n + kOutputs - 1) / kOutputs;
-    const int output = tile % columns * kOutputs + thread % kOutputs;
-    end = args.num_pairs;
-    if (thread < args.num_experts) shared.totals[thread] = 0;
-    if (thread == 0) shared.bases[0] = -1;
-    __syncthreads();
-    wait_for_predecessors();
-    for (int pair = thread; pair < args.num_pairs; pair += kThreads) {
-      const int expert = expert_of(pair);
-      if (expert >= 0) atomicAdd(&shared.totals[expert], 1);
-    }
-    __syncthreads();
-    const int pairs = thread < args.num_experts ? shared.totals[thread] : 0;
-    const int blocks = (pairs + args.height - 1) / args.height;
-    int used;
-    const int apart = tile / columns - sum_before(shared, blocks, used);
-    if (apart >= 0 && apart < blocks) shared.bases[0] = thread;
-    __syncthreads();
-    const int expert = shared.bases[0];
-    if (expert < 0 || thread >= 2 * kOutputs || output >= args.n) return;
-    const int64_t row = (int64_t{expert} * 2 + thread / kOutputs) * args.n + output;
-    prefetch(static_cast<const char*>(args.weight) + row * args.row_bytes,
-             min(kFetchedBytes, args.row_bytes));
-  }
 };
 
 __global__ void __launch_bounds__(kThreads, 1)
-    expert_blocks_kernel(const __grid_constant__ ExpertBlocksArgs args, int ctas) {
+    expert_blocks_kernel(const __grid_constant__ ExpertBlocksArgs args) {
   extern __shared__ __align__(16) unsigned char memory[];
   launch_dependents();
-  Sorter sorter{args, *reinterpret_cast<Shared*>(memory), ctas == 1 ? 0 : cluster_rank(), ctas};
-  const int behind = static_cast<int>(blockIdx.x) - ctas;
-  if (behind < 0) {
-    sorter.run();
-  } else {
-    sorter.fetch(behind);
-  }
+  const int ctas = gridDim.x;
+  Sorter{args, *reinterpret_cast<Shared*>(memory), ctas == 1 ? 0 : cluster_rank(), ctas}.run();
 }
 
 }  // namespace
@@ -238,19 +194,9 @@ const char* launch_expert_blocks(const ExpertBlocksArgs& args, const ExpertBlock
   const cudaError_t error = allow_shared_memory<expert_blocks_kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
   const unsigned ctas = args.num_pairs <= kAlone ? 1 : kCluster;
-  unsigned all = ctas;
-  if (ctas == 1 && args.weight != nullptr) {
-    int most = 0;
-    if (const cudaError_t wrong = multiprocessors(launch.device, most); wrong != cudaSuccess) {
-      return describe(wrong);
-    }
-    const int columns = (args.n + kOutputs - 1) / kOutputs;
-    const int64_t tiles = int64_t{args.num_blocks} * columns;
-    all = static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(most, 1 + tiles)));
-  }
   const size_t shared = sizeof(Shared) + sizeof(int) * kWarps * args.num_experts;
-  const LaunchGrid grid{all, kThreads, shared, launch.stream, launch.overlap, ctas};
-  return launch_kernel<expert_blocks_kernel>(grid, args, static_cast<int>(ctas));
+  const LaunchGrid grid{ctas, kThreads, shared, launch.stream, launch.overlap, ctas};
+  return launch_kernel<expert_blocks_kernel>(grid, args);
 }
 
 }  // namespace vllm_cuda

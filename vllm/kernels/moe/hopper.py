@@ -82,18 +82,14 @@ def takes_experts(problem: ExpertsProblem) -> bool:
     )
 
 
-def sort_into_blocks(
-    experts: Tensor, num_experts: int, height: int, weight: Tensor | None = None
-) -> Blocks:
-    """See `vllm.kernels.moe.blocks.sort_into_blocks`; one launch. `weight [experts, rows, k]`: the
-    gate and up projections to multiply next, whose first tiles for blocks of `FEW` places it has
-    fetched to the L2 cache."""
+def sort_into_blocks(experts: Tensor, num_experts: int, height: int) -> Blocks:
+    """See `vllm.kernels.moe.blocks.sort_into_blocks`; one launch."""
     count = most_blocks(experts.numel(), num_experts, height)
     pairs, block_experts, ends = (
         experts.new_empty(size) for size in (count * height, count, num_experts)
     )
     torch.ops.vllm_cuda.expert_blocks.default(
-        experts, pairs, block_experts, ends, weight, height, overlaps()
+        experts, pairs, block_experts, ends, height, overlaps()
     )
     return Blocks(height, count, pairs, block_experts, ends)
 
@@ -102,8 +98,7 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     x, experts = problem.x, problem.experts
     tokens, slots = experts.shape
     height = _height_of(problem)
-    first = problem.gate_up if height == FEW else None
-    blocks = sort_into_blocks(experts, problem.num_experts, height, first)
+    blocks = sort_into_blocks(experts, problem.num_experts, height)
     places = (blocks.pairs, blocks.experts, blocks.ends)
     inner_scale, outer_scale = (None, None) if problem.scales is None else problem.scales.both
     multiply = torch.ops.vllm_cuda.expert_products.default
