@@ -83,6 +83,7 @@ ELSEWHERE = {
     "python -m benchmarks.all_reduce --ranks 4": "needs four GPUs",
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
+    "vllm graph-check benchmarks/qwen3_5_4b": "half a minute; a small model is below",
     "vllm graph-check my_model.py": "tests/compilation/graph_safety/test_command.py",
     "vllm graph-check tests/compilation": "tests/compilation/graph_safety/test_planted.py",
     "vllm bench acceptance --": "tests/benchmarks/test_acceptance.py",
