@@ -80,7 +80,6 @@ ELSEWHERE = {
     "make ": "the steps of CI; its targets are checked below",
     "export ": "sets a variable of the commands after it",
     "vllm bench scaling benchmarks/qwen3_5_27b": "needs several GPUs of 80 GB",
-    "python -m benchmarks.all_reduce --ranks 4": "needs four GPUs",
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm graph-check benchmarks/qwen3_5_4b": "half a minute; a small model is below",
