@@ -49,6 +49,8 @@ $(VENV)/.installed: pyproject.toml setup.py Makefile
 	$(PIP) install --progress-bar on --no-build-isolation -e ".[test]"
 	@# speculators' own pins name packages with no CPU build; its client needs none of them.
 	$(PIP) install --progress-bar on --no-deps "speculators==0.9.0" "hs-connectors==0.9.0"
+	@# NIXL's pins bring a wheel for every CUDA; one is enough, and needs no GPU.
+	$(PIP) install --progress-bar on --no-deps "nixl>=1.5,<2" "nixl-cu13>=1.5,<2"
 	touch $@
 
 # Clients whose pins differ from the tests' own; nothing of them is imported here.
