@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,8 +29,17 @@ ARGS = EngineArgs(model=str(tiny_model("llama")))
 
 @pytest.fixture(autouse=True)
 def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of pytest's plug-ins hold no lock that the new process needs."""
+    """Threads of pytest's plug-ins hold no lock that the new process needs. Other modules may have
+    left processes."""
     monkeypatch.setattr(source_pass, "reason_not_to_fork", lambda: None)
+    monkeypatch.setattr(sys.modules[__name__], "_before", _children())
+
+
+_before: frozenset[int] = frozenset()
+
+
+def _children() -> frozenset[int]:
+    return frozenset(child.pid for child in psutil.Process().children())
 
 
 def _passed(beside: bool) -> tuple[Report, int]:
@@ -43,7 +53,7 @@ def _passed(beside: bool) -> tuple[Report, int]:
 
 
 def _nothing_runs() -> bool:
-    return not psutil.Process().children()
+    return _children() <= _before
 
 
 def test_the_report_is_the_same_beside_the_steps() -> None:
