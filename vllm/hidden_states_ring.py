@@ -15,15 +15,21 @@ import fcntl
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 from weakref import WeakSet
 
-import torch
 import xxhash
-from torch import Tensor
 
+from vllm.hidden_states_record import (
+    POLICIES,
+    Policy,
+    Rows,
+    check,
+    damage,
+    data_bytes,
+    decode,
+    parts,
+)
 from vllm.hidden_states_ring_file import (
     CLOSED,
     DROPPED,
@@ -34,27 +40,11 @@ from vllm.hidden_states_ring_file import (
     RingFile,
     record_bytes,
 )
-from vllm.hidden_states_storage import RowFormat, StoredRows
+from vllm.hidden_states_storage import RowFormat
 
 __all__ = ["POLICIES", "Policy", "RingBroken", "RingReader", "RingWriter", "Rows"]
 
-Policy = Literal["wait", "drop_new", "drop_oldest"]
-POLICIES: tuple[Policy, ...] = ("wait", "drop_new", "drop_oldest")
-
 _POLL_S = 0.0005
-
-
-@dataclass(frozen=True)
-class Rows:
-    """`token_ids [n]` int64 and `hidden_states [n, columns, hidden]` of one request.
-
-    With `scales`, fp32 `[n, columns, 1]`, the hidden states are as they are stored: float8_e4m3fn.
-    """
-
-    request_id: str
-    token_ids: Tensor
-    hidden_states: Tensor
-    scales: Tensor | None = None
 
 
 def _lock_file(path: str) -> str:
@@ -88,8 +78,7 @@ class RingWriter:
         `stopped` while it waits. ValueError unless every token has one row of the ring's format."""
         count = len(rows.token_ids)
         row_format = self._ring.format
-        if problem := row_format.problem(StoredRows(rows.hidden_states, rows.scales), count):
-            raise ValueError(f"not rows of this ring: {problem}")
+        check(rows, row_format)
         size = record_bytes(count, row_format.row_bytes, rows.request_id)
         if size > self._ring.capacity:
             raise ValueError(f"{size} bytes of rows in a ring of {self._ring.capacity}")
@@ -128,15 +117,13 @@ class RingWriter:
     def _append(self, rows: Rows, size: int) -> None:
         ring = self._ring
         head = ring.cursors()[HEAD]
-        name = rows.request_id.encode()
-        stored = StoredRows(rows.hidden_states, rows.scales)
-        tensors = (rows.token_ids, *stored.tensors.values())
         at, sealed = ring.data_at(head), xxhash.xxh3_64()
-        for data in (memoryview(name), *map(_bytes_of, tensors)):
+        data_parts = parts(rows)
+        for data in data_parts:
             ring.write(at, data)
             sealed.update(data)
             at += len(data)
-        ring.set_record(head, size, len(rows.token_ids), len(name), sealed.intdigest())
+        ring.set_record(head, size, len(rows.token_ids), len(data_parts[0]), sealed.intdigest())
         with ring.lock():
             ring.set_cursor(HEAD, head + size)  # from here on it can be read
 
@@ -231,26 +218,15 @@ class RingReader:
             if tail == head:
                 return None, bool(closed)
             size, num_rows, id_bytes, sealed = ring.record(tail)
-            length = id_bytes + num_rows * (8 + ring.format.row_bytes)
+            length = data_bytes(num_rows, ring.format.row_bytes, id_bytes)
             data = ring.read(ring.data_at(tail), length)
             ring.set_cursor(TAIL, tail + size)
         return self._decode(data, id_bytes, num_rows, sealed), False
 
     def _decode(self, data: bytearray, id_bytes: int, num_rows: int, sealed: int) -> Rows:
-        if (found := xxhash.xxh3_64_intdigest(data)) != sealed:
-            raise RingBroken(f"a record was sealed with {sealed:016x}, arrived with {found:016x}")
-        row_format = self._ring.format
-        tokens = torch.empty(num_rows, dtype=torch.int64)
-        stored = row_format.empty(num_rows)
-        at = id_bytes
-        for tensor in (tokens, *stored.tensors.values()):
-            end = at + tensor.numel() * tensor.itemsize
-            _bytes_of(tensor)[:] = memoryview(data)[at:end]
-            at = end
-        name = data[:id_bytes].decode()
-        if self._raw:
-            return Rows(name, tokens, stored.hidden_states, stored.scales)
-        return Rows(name, tokens, row_format.restore(stored))
+        if problem := damage(data, sealed):
+            raise RingBroken(problem)
+        return decode(data, id_bytes, num_rows, self._ring.format, self._raw)
 
     def _is_orphaned(self) -> bool:
         """Whether nobody holds the writer's lock, or another ring has taken the place of this one,
@@ -283,7 +259,3 @@ class RingReader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)

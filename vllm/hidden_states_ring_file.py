@@ -20,6 +20,7 @@ from typing import cast
 
 import torch
 
+from vllm.hidden_states_record import RowsBroken, data_bytes
 from vllm.hidden_states_storage import STORAGE_DTYPES, RowFormat, StorageDtype
 from vllm.utils.own_process import OwnProcess
 
@@ -39,7 +40,7 @@ _ALIGNMENT = 64
 HEAD, TAIL, DROPPED, CLOSED = range(4)
 
 
-class RingBroken(RuntimeError):
+class RingBroken(RowsBroken):
     """The engine died, or the ring does not hold what was written."""
 
 
@@ -49,7 +50,7 @@ def record_bytes(num_rows: int, row_bytes: int, request_id: str) -> int:
 
 
 def _record_bytes(num_rows: int, row_bytes: int, id_bytes: int) -> int:
-    return _aligned(_RECORD.size + id_bytes + num_rows * (8 + row_bytes))
+    return _aligned(_RECORD.size + data_bytes(num_rows, row_bytes, id_bytes))
 
 
 def _aligned(num_bytes: int) -> int:

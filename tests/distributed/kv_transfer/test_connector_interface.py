@@ -163,9 +163,11 @@ def test_registry() -> None:
         "ExampleHiddenStatesConnector",
         "MultiConnector",
         "NixlConnector",
+        "NixlHiddenStatesConnector",
         "OffloadingConnector",
         "P2pConnector",
         "RingHiddenStatesConnector",
+        "StreamHiddenStatesConnector",
     ):
         assert KVConnectorFactory.get_connector_class_by_name(name).__name__ == name
 

@@ -158,9 +158,11 @@ for _name, _module in (
     ("LiveCaptureConnector", "live_capture_connector"),
     ("MultiConnector", "multi_connector"),
     ("NixlConnector", "nixl_connector"),
+    ("NixlHiddenStatesConnector", "nixl_hidden_states_connector"),
     ("OffloadingConnector", "offloading_connector"),
     ("P2pConnector", "p2p_connector"),
     ("RingHiddenStatesConnector", "ring_hidden_states_connector"),
+    ("StreamHiddenStatesConnector", "stream_hidden_states_connector"),
 ):
     KVConnectorFactory.register_connector(_name, f"{_V1}.{_module}", _name)
 

@@ -39,8 +39,9 @@ class NixlTransport(Transport):
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:
             raise ImportError(
-                f"NixlConnector needs the nixl library ({error}): pip install 'vllm[nixl]', or use "
-                "P2pConnector, which needs none"
+                f"the nixl library is needed ({error}): pip install 'vllm[nixl]', or use what "
+                "needs none: P2pConnector for NixlConnector, StreamHiddenStatesConnector for "
+                "NixlHiddenStatesConnector"
             ) from error
         # The progress thread serves peers that read over TCP while nothing is called here.
         config = nixl_agent_config(backends=list(backends), enable_prog_thread=True)

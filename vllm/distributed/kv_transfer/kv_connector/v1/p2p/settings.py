@@ -144,13 +144,8 @@ class P2pSettings:
         """Raises `VLLMValidationError` for unknown keys and values that cannot be honoured."""
         extra = ExtraConfig("state transfer", transfer.kv_connector_extra_config)
         extra.check_keys((*_KEYS, *transport_keys))
-        given, refused = extra.given, extra.refused
-        port = given.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
-        if type(port) is not int or not 0 <= port < 2**16:
-            raise refused("port", port, "give a port, or 0 for any")
-        host = given.get("host", envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
-        if not isinstance(host, str) or not host:
-            raise refused("host", host, "give an address that the other engines can reach")
+        given = extra.given
+        host, port = host_and_port(extra, "the other engines")
         return cls(
             host,
             port,
@@ -160,6 +155,18 @@ class P2pSettings:
             _allowed_peers(extra, host),
             {key: given[key] for key in transport_keys if key in given},
         )
+
+
+def host_and_port(extra: ExtraConfig, peers: str) -> tuple[str, int]:
+    """Where to answer `peers`; the environment's side channel unless given, port 0: any free
+    one."""
+    port = extra.given.get("port", envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
+    if type(port) is not int or not 0 <= port < 2**16:
+        raise extra.refused("port", port, "give a port, or 0 for any")
+    host = extra.given.get("host", envs.VLLM_NIXL_SIDE_CHANNEL_HOST)
+    if not isinstance(host, str) or not host:
+        raise extra.refused("host", host, f"give an address that {peers} can reach")
+    return host, port
 
 
 def _allowed_peers(extra: ExtraConfig, own_host: str) -> AllowedPeers:

@@ -144,10 +144,19 @@ def _for_log(text: object) -> str:
 
 
 class MessageServer:
-    """Answers messages by their `op`, a thread per connection; OSError if it cannot listen."""
+    """Answers messages by their `op`, a thread per connection; OSError if it cannot listen.
 
-    def __init__(self, host: str, port: int, handlers: Mapping[str, Handler]) -> None:
+    `ended` is called with every connection that has ended, on its thread."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        handlers: Mapping[str, Handler],
+        ended: Callable[[socket.socket], None] = lambda connection: None,
+    ) -> None:
         self._handlers = handlers
+        self._ended = ended
         self._listener = socket.create_server((host, port))
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
@@ -182,6 +191,7 @@ class MessageServer:
         finally:
             with self._lock:
                 self._open.pop(connection, None)
+            self._ended(connection)
 
     def _answer(self, connection: socket.socket, message: Message) -> None:
         handler = self._handlers.get(str(message.get("op")))

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StreamHiddenStatesConnector` and `NixlHiddenStatesConnector`: trainers get what files hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.kv_transfer.extraction_harness import (
+    COLUMNS,
+    HIDDEN,
+    Harness,
+    cache_config,
+    extraction_config,
+    row_values,
+    transfer_config,
+)
+from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
+from tests.distributed.kv_transfer.offload_engines import run as generate
+from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
+from tests.distributed.kv_transfer.test_hidden_states_ring import run
+from tests.distributed.kv_transfer.test_hidden_states_stream import ABOUT
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    load_hidden_states,
+)
+from vllm.exceptions import VLLMValidationError
+from vllm.hidden_states_storage import RowFormat
+from vllm.hidden_states_stream import RemoteRows
+from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
+from vllm.v1.request import RequestStatus
+
+pytestmark = pytest.mark.slow
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="the nixl library is not installed"
+)
+CONNECTORS = [
+    "StreamHiddenStatesConnector",
+    pytest.param("NixlHiddenStatesConnector", marks=needs_nixl),
+]
+
+
+def harness_of(
+    connector: str = "StreamHiddenStatesConnector", **options: Any
+) -> tuple[Harness, str]:
+    """With the address that replies name."""
+    settings = {"host": "127.0.0.1", "port": 0, **options}
+    harness = Harness(extraction_config(transfer_config(connector, **settings)), cache_config())
+    told = harness.worker.get_handshake_metadata()
+    assert told is not None
+    harness.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
+    return harness, harness.scheduler._place()["hidden_states_stream"]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("storage", ["auto", "fp8_e4m3"])
+def test_rows_of_requests_arrive(connector: str, storage: str) -> None:
+    harness, address = harness_of(connector, stream_bytes=2**16, storage_dtype=storage)
+    with RemoteRows(address) as reader, RemoteRows(address, raw=True) as raw:
+        assert reader.about == {**ABOUT, "storage": storage}
+        sent = run(harness, "prompt", 40)
+        sent |= run(harness, "all", 21, include_output_tokens=True)
+        assert sent | harness.step() == {"prompt", "all"}
+        rows = reader.get(60)
+        assert rows is not None and rows.token_ids.tolist() == [*range(100, 140)]
+        assert torch.allclose(rows.hidden_states, row_values(0, 40), rtol=1 / 16)
+        assert torch.equal(rows.hidden_states, row_values(0, 40)) == (storage == "auto")
+        rows = raw.get(60)
+        assert rows is not None and rows.token_ids.tolist() == [*range(100, 121), 7]
+        if storage == "auto":
+            assert rows.scales is None and torch.equal(rows.hidden_states, row_values(1, 22))
+        else:
+            stored = RowFormat(COLUMNS, HIDDEN, torch.float32, "fp8_e4m3").store(row_values(1, 22))
+            assert rows.hidden_states.dtype == torch.float8_e4m3fn and rows.scales is not None
+            assert torch.equal(rows.hidden_states.float(), stored.hidden_states.float())
+            assert torch.equal(rows.scales, stored.scales)
+        closing = threading.Thread(target=harness.worker.shutdown)
+        closing.start()
+        assert reader.get(60) is None and raw.get(60) is None
+        closing.join()
+
+
+def test_a_slow_trainer_makes_requests_keep_their_blocks() -> None:
+    harness, address = harness_of(stream_bytes=4096)
+    sent: set[str] = set()
+    for i in range(6):  # there is memory for one of these
+        sent |= run(harness, f"r{i}", 50)
+    sent |= harness.step()
+    assert len(sent) < 6, "the others wait in the cache"
+    with RemoteRows(address) as reader:
+        for i in range(6):
+            rows = None
+            while rows is None:
+                sent |= harness.step()
+                with suppress(TimeoutError):
+                    rows = reader.get(0.02)
+            assert rows.request_id == f"r{i}"
+            assert torch.equal(rows.hidden_states, row_values(i, 50))
+        sent |= harness.step()
+    assert sent == {f"r{i}" for i in range(6)}
+    harness.worker.shutdown()
+
+
+def test_rows_that_can_never_fit_fail_their_request() -> None:
+    harness, _ = harness_of(stream_bytes=4096)
+    request = harness.add("long", 200)
+    harness.step({"long": 200})
+    harness.sample("long", 7)
+    assert harness.finish("long") == (False, None)
+    assert request.status is RequestStatus.FINISHED_ERROR
+    assert "in a stream of 4096" in str(request.error)
+    harness.worker.shutdown()
+
+
+def test_each_replica_has_a_port_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = listener.getsockname()[1] - 2
+    transfer = transfer_config("StreamHiddenStatesConnector", host="127.0.0.1", port=first)
+    config = extraction_config(transfer)
+    config.parallel_config.data_parallel_rank = 2
+    harness = Harness(config, cache_config())
+    place = {"hidden_states_stream": f"127.0.0.1:{first + 2}"}
+    assert harness.scheduler._place() == place
+    RemoteRows(place["hidden_states_stream"]).close()
+    harness.worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"port": -1}, "port -1: give a port"),
+        ({"host": ""}, "host '': give an address that the trainers can reach"),
+        ({"stream_bytes": 0}, "stream_bytes 0: give a positive number of bytes"),
+        ({"when_full": "block"}, "when_full 'block': choose one of"),
+        ({"lease_s": 0}, "lease_s 0: give a positive number"),
+        ({"storage_dtype": "fp8"}, "storage_dtype 'fp8': choose one of"),
+        ({"backends": ["UCX"]}, "backends .*: .* knows host, port"),
+    ],
+)
+def test_settings_are_checked(extra: dict[str, Any], message: str) -> None:
+    transfer = transfer_config("StreamHiddenStatesConnector", **extra)
+    with pytest.raises(VLLMValidationError, match=message):
+        Harness(extraction_config(transfer), cache_config())
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_an_engine_gives_a_trainer_what_it_gives_files(connector: str, tmp_path: Path) -> None:
+    prompts = [prompt(seed, length) for seed, length in ((1, 40), (2, 7))]
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    settings: dict[str, dict[str, Any]] = {
+        "ExampleHiddenStatesConnector": {"shared_storage_path": str(tmp_path)},
+        connector: {"host": "127.0.0.1", "port": 0, "stream_bytes": 2**20},
+    }
+    for name, extra in settings.items():
+        transfer = {
+            "kv_connector": name,
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": extra,
+        }
+        with engine(transfer, speculative_config=EXTRACTION) as llm:
+            replies = [output.kv_transfer_params or {} for output in generate(llm, *prompts)]
+            drain(llm)
+            if name == connector:
+                with RemoteRows(replies[0]["hidden_states_stream"], expect=engine_rows()) as reader:
+                    rows = [reader.get(60) for _ in prompts]
+                by_id = {
+                    r.request_id: (r.token_ids, r.hidden_states) for r in rows if r is not None
+                }
+                found[name] = [by_id[reply["hidden_states_id"]] for reply in replies]
+            else:
+                files = [load_hidden_states(reply["hidden_states_path"]) for reply in replies]
+                found[name] = [(f["token_ids"], f["hidden_states"]) for f in files]
+    of_files, of_stream = found.values()
+    for (tokens, rows_), (same_tokens, same_rows), ids in zip(
+        of_files, of_stream, prompts, strict=True
+    ):
+        assert tokens.tolist() == same_tokens.tolist() == ids
+        assert torch.equal(rows_, same_rows) and rows_.shape[1] == 3
+
+
+def engine_rows() -> dict[str, Any]:
+    return {"layer_ids": [0, 1, 2], "dtype": "float32", "storage": "auto"}
+
+
+def test_passes_the_kit(tmp_path: Path) -> None:
+    config = {
+        "kv_connector": "StreamHiddenStatesConnector",
+        "kv_connector_extra_config": {
+            "host": "127.0.0.1",
+            "port": 0,
+            "stream_bytes": 100_000,
+            "when_full": "drop_oldest",
+        },
+    }
+    options = {"speculative_config": json.loads(json.dumps(EXTRACTION))}
+    case = ConnectorCase(config, ("hybrid_rows",), loads=False, options=options)
+    for check in ("exact-bits", "shutdown"):
+        CHECKS[check](case, "hybrid_rows", tmp_path / check)
+    check_random_lives(case, "hybrid_rows", tmp_path / "random", runs=4)
