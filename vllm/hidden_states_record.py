@@ -57,11 +57,12 @@ def data_bytes(num_rows: int, row_bytes: int, id_bytes: int) -> int:
     return id_bytes + num_rows * (8 + row_bytes)
 
 
-def check(rows: Rows, row_format: RowFormat) -> None:
-    """ValueError unless every token has one row of this format."""
+def check(rows: Rows, row_format: RowFormat, where: str) -> None:
+    """ValueError, which names `where` they were to go, unless every token has one row of this
+    format."""
     stored = StoredRows(rows.hidden_states, rows.scales)
     if problem := row_format.problem(stored, len(rows.token_ids)):
-        raise ValueError(f"not rows of this format: {problem}")
+        raise ValueError(f"not rows of this {where}: {problem}")
 
 
 def parts(rows: Rows) -> list[memoryview]:

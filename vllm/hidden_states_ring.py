@@ -78,7 +78,7 @@ class RingWriter:
         `stopped` while it waits. ValueError unless every token has one row of the ring's format."""
         count = len(rows.token_ids)
         row_format = self._ring.format
-        check(rows, row_format)
+        check(rows, row_format, "ring")
         size = record_bytes(count, row_format.row_bytes, rows.request_id)
         if size > self._ring.capacity:
             raise ValueError(f"{size} bytes of rows in a ring of {self._ring.capacity}")

@@ -185,7 +185,7 @@ class SpeculativeConfig:
     @property
     def extraction_layer_ids(self) -> list[int]:
         """The captured layers in the given order; id k is the stream after k decoder layers."""
-        return list(self._given_hf_config()[LAYER_IDS_KEY])
+        return list(getattr(self.draft_model_config.hf_config, LAYER_IDS_KEY))
 
     @property
     def tokens_per_request(self) -> int:

@@ -9,6 +9,7 @@ import socket
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +30,12 @@ from tests.distributed.kv_transfer.offload_engines import run as generate
 from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
 from tests.distributed.kv_transfer.test_hidden_states_ring import run
 from tests.distributed.kv_transfer.test_hidden_states_stream import ABOUT
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.stream_hidden_states_connector import (
+    StreamHiddenStatesConnector,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_storage import RowFormat
@@ -48,16 +53,30 @@ CONNECTORS = [
 ]
 
 
+def address_of(harness: Harness) -> str:
+    assert isinstance(harness.scheduler, StreamHiddenStatesConnector)
+    return str(harness.scheduler._place()["hidden_states_stream"])
+
+
+def configured(connector: str, **settings: Any) -> VllmConfig:
+    """With the draft's part of the configuration, as an engine resolves it."""
+    config = extraction_config(transfer_config(connector, **settings))
+    assert config.speculative_config is not None
+    ids = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    config.speculative_config.draft_model_config = SimpleNamespace(hf_config=ids)
+    return config
+
+
 def harness_of(
     connector: str = "StreamHiddenStatesConnector", **options: Any
 ) -> tuple[Harness, str]:
     """With the address that replies name."""
     settings = {"host": "127.0.0.1", "port": 0, **options}
-    harness = Harness(extraction_config(transfer_config(connector, **settings)), cache_config())
+    harness = Harness(configured(connector, **settings), cache_config())
     told = harness.worker.get_handshake_metadata()
     assert told is not None
     harness.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told})
-    return harness, harness.scheduler._place()["hidden_states_stream"]
+    return harness, address_of(harness)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -81,7 +100,7 @@ def test_rows_of_requests_arrive(connector: str, storage: str) -> None:
             stored = RowFormat(COLUMNS, HIDDEN, torch.float32, "fp8_e4m3").store(row_values(1, 22))
             assert rows.hidden_states.dtype == torch.float8_e4m3fn and rows.scales is not None
             assert torch.equal(rows.hidden_states.float(), stored.hidden_states.float())
-            assert torch.equal(rows.scales, stored.scales)
+            assert stored.scales is not None and torch.equal(rows.scales, stored.scales)
         closing = threading.Thread(target=harness.worker.shutdown)
         closing.start()
         assert reader.get(60) is None and raw.get(60) is None
@@ -123,13 +142,11 @@ def test_rows_that_can_never_fit_fail_their_request() -> None:
 def test_each_replica_has_a_port_of_its_own() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = listener.getsockname()[1] - 2
-    transfer = transfer_config("StreamHiddenStatesConnector", host="127.0.0.1", port=first)
-    config = extraction_config(transfer)
+    config = configured("StreamHiddenStatesConnector", host="127.0.0.1", port=first)
     config.parallel_config.data_parallel_rank = 2
     harness = Harness(config, cache_config())
-    place = {"hidden_states_stream": f"127.0.0.1:{first + 2}"}
-    assert harness.scheduler._place() == place
-    RemoteRows(place["hidden_states_stream"]).close()
+    assert address_of(harness) == f"127.0.0.1:{first + 2}"
+    RemoteRows(address_of(harness)).close()
     harness.worker.shutdown()
 
 
@@ -151,6 +168,9 @@ def test_settings_are_checked(extra: dict[str, Any], message: str) -> None:
         Harness(extraction_config(transfer), cache_config())
 
 
+OF_ENGINE = {"layer_ids": [0, 1, 2], "dtype": "float32", "storage": "auto"}
+
+
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_an_engine_gives_a_trainer_what_it_gives_files(connector: str, tmp_path: Path) -> None:
     prompts = [prompt(seed, length) for seed, length in ((1, 40), (2, 7))]
@@ -169,7 +189,8 @@ def test_an_engine_gives_a_trainer_what_it_gives_files(connector: str, tmp_path:
             replies = [output.kv_transfer_params or {} for output in generate(llm, *prompts)]
             drain(llm)
             if name == connector:
-                with RemoteRows(replies[0]["hidden_states_stream"], expect=engine_rows()) as reader:
+                address = replies[0]["hidden_states_stream"]
+                with RemoteRows(address, expect=OF_ENGINE) as reader:
                     rows = [reader.get(60) for _ in prompts]
                 by_id = {
                     r.request_id: (r.token_ids, r.hidden_states) for r in rows if r is not None
@@ -184,10 +205,6 @@ def test_an_engine_gives_a_trainer_what_it_gives_files(connector: str, tmp_path:
     ):
         assert tokens.tolist() == same_tokens.tolist() == ids
         assert torch.equal(rows_, same_rows) and rows_.shape[1] == 3
-
-
-def engine_rows() -> dict[str, Any]:
-    return {"layer_ids": [0, 1, 2], "dtype": "float32", "storage": "auto"}
 
 
 def test_passes_the_kit(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class RowStream:
 
     def put(self, rows: Rows, policy: Policy, stopped: Callable[[], bool] = lambda: False) -> bool:
         """See `RowWriter`. ValueError for rows of another format, or more than there is memory."""
-        check(rows, self._format)
+        check(rows, self._format, "stream")
         data = parts(rows)
         size = sum(map(len, data))
         if segment_bytes(size) > len(self._memory):
