@@ -117,6 +117,17 @@ def test_what_does_not_belong_in_the_stream() -> None:
             stream.put(make_rows(0, 100), "wait")
 
 
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[TcpTransport] = []
+    monkeypatch.setattr(TcpTransport, "close", lambda self: closed.append(self))
+    with serve() as stream:
+        other = TcpTransport()
+        address = ("127.0.0.1", stream.port)
+        with pytest.raises(OSError, match="Address already in use"):
+            RowStream(address, NUM_BYTES, FORMAT, 1.0, other, {})
+        assert closed == [other]
+
+
 def lease(reader: RemoteRows) -> dict[str, Any]:
     """What a reader does first of what `get` does, and then nothing."""
     record = reader._exchange({"op": "next", "wait_s": 5.0}, 60)["record"]

@@ -94,9 +94,13 @@ class RowStream:
         self._ended = False
         self._progress_at = time.monotonic()
         handlers = {"hello": self._greet, "next": self._answer_next, "done": self._answer_done}
-        self._server = MessageServer(
-            *address, {**handlers, **transport.handlers()}, self._forget_reader
-        )
+        try:
+            self._server = MessageServer(
+                *address, {**handlers, **transport.handlers()}, self._forget_reader
+            )
+        except OSError:
+            transport.close()
+            raise
         self.port = self._server.port
 
     # ---- the engine's side ---------------------------------------------------------------------
