@@ -119,7 +119,7 @@ def test_no_connector_has_a_hazard(name: str) -> None:
 
 
 def test_connectors_that_are_not_there_are_others() -> None:
-    assert len(_connectors()) == 8 and set(WAITS) <= set(_connectors())
+    assert len(_connectors()) == 10 and set(WAITS) <= set(_connectors())
 
 
 def test_the_configured_connector_is_part_of_a_model() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -41,7 +41,10 @@ class Wires:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=60)
         self.sums: dict[int, Tensor] = {}
-        self.between: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        # All of them now: two threads that met in a new one's making would have one each.
+        self.between: dict[tuple[int, int], queue.Queue[Tensor]] = {
+            pair: queue.Queue() for pair in product(range(RANKS), repeat=2)
+        }
         self.sent = 0
 
 
