@@ -6,7 +6,7 @@ The bytes: request id, token ids (int64), rows, scales if there are any. XXH3-64
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -70,6 +70,18 @@ def parts(rows: Rows) -> list[memoryview]:
     stored = StoredRows(rows.hidden_states, rows.scales)
     tensors = (rows.token_ids, *stored.tensors.values())
     return [memoryview(rows.request_id.encode()), *map(bytes_of, tensors)]
+
+
+def write_sealed(
+    data: Iterable[memoryview], at: int, write: Callable[[int, memoryview], None]
+) -> int:
+    """Write a record's parts one after the other, from `at` on; its seal."""
+    sealed = xxhash.xxh3_64()
+    for part in data:
+        write(at, part)
+        sealed.update(part)
+        at += len(part)
+    return sealed.intdigest()
 
 
 def damage(data: bytearray, sealed: int) -> str | None:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from weakref import WeakSet
 
-import xxhash
-
 from vllm.hidden_states_record import (
     POLICIES,
     Policy,
@@ -29,6 +27,7 @@ from vllm.hidden_states_record import (
     data_bytes,
     decode,
     parts,
+    write_sealed,
 )
 from vllm.hidden_states_ring_file import (
     CLOSED,
@@ -117,13 +116,9 @@ class RingWriter:
     def _append(self, rows: Rows, size: int) -> None:
         ring = self._ring
         head = ring.cursors()[HEAD]
-        at, sealed = ring.data_at(head), xxhash.xxh3_64()
-        data_parts = parts(rows)
-        for data in data_parts:
-            ring.write(at, data)
-            sealed.update(data)
-            at += len(data)
-        ring.set_record(head, size, len(rows.token_ids), len(data_parts[0]), sealed.intdigest())
+        data = parts(rows)
+        sealed = write_sealed(data, ring.data_at(head), ring.write)
+        ring.set_record(head, size, len(rows.token_ids), len(data[0]), sealed)
         with ring.lock():
             ring.set_cursor(HEAD, head + size)  # from here on it can be read
 

@@ -4,13 +4,11 @@ collectives inside of graphs; what one of them finds is named with it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from tests.compilation.graph_safety.samples.planted_rank import PlantedRank
+from tests.compilation.graph_safety.samples.planted_rank import LAYOUTS, PlantedRank
 from vllm.compilation.graph_safety import ranks
 from vllm.compilation.graph_safety.model_steps import check_model_steps
 from vllm.compilation.graph_safety.report import Report
@@ -21,10 +19,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed"),
 ]
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2},
-}
 
 
 def _check(family: str, layout: str) -> Report:

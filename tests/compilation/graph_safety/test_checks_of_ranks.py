@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tiny_models import tiny_model
 from torch import Tensor
 
-from tests.compilation.graph_safety.samples.planted_rank import PlantedRank
+from tests.compilation.graph_safety.own_children import OwnChildren
+from tests.compilation.graph_safety.samples.planted_rank import LAYOUTS, PlantedRank
 from vllm.compilation.graph_safety import ranks
 from vllm.compilation.graph_safety.model_steps import check_model_steps
 from vllm.compilation.graph_safety.ranks import RankFound, RanksReport, check_rank
@@ -41,15 +41,12 @@ pytestmark = [
 #: a prefill, a decode, both, a decode
 STEPS = 4
 LLAMA = str(tiny_model("llama"))
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_parallel_size": 2},
-    "pp2": {"pipeline_parallel_size": 2},
-}
 
 
 def _check(model: str = LLAMA, steps: int = STEPS, **layout: Any) -> Report:
+    children = OwnChildren()
     report = check_model_steps(EngineArgs(model=model, **layout), steps)
-    assert not psutil.Process().children()
+    assert children.are_gone()
     return report
 
 
@@ -119,11 +116,11 @@ def _raising(worker: Worker, *args: Any) -> RankFound:
 def test_a_rank_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, though the other one waits for it."""
     monkeypatch.setattr(ranks, "check_rank", _raising)
-    began = time.monotonic()
+    children, began = OwnChildren(), time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1: TypeError: 'NoneType' object is not callable"):
         _check(tensor_parallel_size=2)
     assert time.monotonic() - began < 60, "which waits twice as long at most"
-    assert not psutil.Process().children()
+    assert children.are_gone()
 
 
 def _dying(worker: Worker, *args: Any) -> RankFound:

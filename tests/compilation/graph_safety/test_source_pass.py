@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import pytest
 from tiny_models import tiny_model
 
+from tests.compilation.graph_safety.own_children import OwnChildren
 from vllm import decisions
 from vllm.compilation.graph_safety import model_steps, source_pass
 from vllm.compilation.graph_safety.report import Report
@@ -28,18 +27,10 @@ ARGS = EngineArgs(model=str(tiny_model("llama")))
 
 
 @pytest.fixture(autouse=True)
-def forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of pytest's plug-ins hold no lock that the new process needs. Other modules may have
-    left processes."""
+def children(monkeypatch: pytest.MonkeyPatch) -> OwnChildren:
+    """Threads of pytest's plug-ins hold no lock that the new process needs."""
     monkeypatch.setattr(source_pass, "reason_not_to_fork", lambda: None)
-    monkeypatch.setattr(sys.modules[__name__], "_before", _children())
-
-
-_before: frozenset[int] = frozenset()
-
-
-def _children() -> frozenset[int]:
-    return frozenset(child.pid for child in psutil.Process().children())
+    return OwnChildren()
 
 
 def _passed(beside: bool) -> tuple[Report, int]:
@@ -52,15 +43,11 @@ def _passed(beside: bool) -> tuple[Report, int]:
     return report, len(told)
 
 
-def _nothing_runs() -> bool:
-    return _children() <= _before
-
-
-def test_the_report_is_the_same_beside_the_steps() -> None:
+def test_the_report_is_the_same_beside_the_steps(children: OwnChildren) -> None:
     before, (report, told) = _passed(False), _passed(True)
     assert (report, told) == before
     assert report.functions and told >= len(report.functions)
-    assert _nothing_runs()
+    assert children.are_gone()
 
 
 def _raises(error: Exception) -> NoReturn:
@@ -82,32 +69,40 @@ class Twofold(Exception):
     ],
 )
 def test_errors_travel(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], message: str
+    children: OwnChildren,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    message: str,
 ) -> None:
     monkeypatch.setattr(source_pass, "check_model", lambda *args: _raises(error))
     with pytest.raises(kind, match=message):
         with source_pass.source_pass(ARGS, lambda name: None, beside=True) as source:
             source.report()
-    assert _nothing_runs()
+    assert children.are_gone()
 
 
-def test_a_process_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_an_error(
+    children: OwnChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         source_pass, "check_model", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
     )
     with pytest.raises(RuntimeError, match=rf"process of the {_WHAT} died \(SIGKILL\)"):
         with source_pass.source_pass(ARGS, lambda name: None, beside=True) as source:
             source.report()
-    assert _nothing_runs()
+    assert children.are_gone()
 
 
-def test_what_goes_wrong_beside_ends_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_beside_ends_the_pass(
+    children: OwnChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which would take for ever."""
     monkeypatch.setattr(source_pass, "check_model", lambda *args: signal.pause())
     with pytest.raises(KeyError, match="steps"):
         with source_pass.source_pass(ARGS, lambda name: None, beside=True):
             raise KeyError("steps")
-    assert _nothing_runs()
+    assert children.are_gone()
 
 
 def test_a_process_that_cannot_be_forked_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,11 +128,11 @@ def test_findings_of_both_sides_are_in_one_report(
 
 
 def test_errors_of_the_pass_are_the_commands(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    children: OwnChildren, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the steps found something."""
     monkeypatch.setattr(model_steps, "check_model_steps", _steps)
     monkeypatch.setattr(source_pass, "check_model", lambda *args: _raises(ValueError("too deep")))
     assert main(["graph-check", ARGS.model]) == 1
     assert "vllm graph-check: error: too deep" in capsys.readouterr().err
-    assert _nothing_runs()
+    assert children.are_gone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import os
 import random
 import resource
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.kv_transfer.extraction_harness import (
     COLUMNS,
@@ -28,18 +26,17 @@ from tests.distributed.kv_transfer.extraction_harness import (
     row_values,
     transfer_config,
 )
-from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
-from tests.distributed.kv_transfer.offload_engines import run as generate
-from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    load_hidden_states,
+from tests.distributed.kv_transfer.trainer_checks import (
+    check_kit,
+    check_same_as_files,
+    check_slow_trainer,
+    check_too_many_rows,
+    run,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_ring import Policy, RingBroken, RingReader, RingWriter, Rows
 from vllm.hidden_states_ring_file import record_bytes
 from vllm.hidden_states_storage import RowFormat
-from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
-from vllm.v1.request import RequestStatus
 
 FORMAT = RowFormat(COLUMNS, HIDDEN, torch.float32)
 ROW_BYTES = FORMAT.row_bytes
@@ -305,18 +302,6 @@ def harness_of(path: str, **options: Any) -> Harness:
     return Harness(extraction_config(transfer), cache_config())
 
 
-def run(harness: Harness, name: str, num_prompt: int, **params: Any) -> set[str]:
-    """A request of two output tokens; returns those reported as sent meanwhile."""
-    harness.add(name, num_prompt, params or None)
-    sent = harness.step({name: num_prompt})
-    harness.sample(name, 7)
-    sent |= harness.step({name: 1})
-    harness.sample(name, 8)
-    keep, reply = harness.finish(name)
-    assert keep and reply is not None and reply["hidden_states_id"] == name
-    return sent
-
-
 def test_rows_of_requests_arrive(path: str) -> None:
     harness = harness_of(path, ring_bytes=2**16)
     with RingReader(path) as reader:
@@ -334,37 +319,11 @@ def test_rows_of_requests_arrive(path: str) -> None:
 
 
 def test_a_slow_trainer_makes_requests_keep_their_blocks(path: str) -> None:
-    harness = harness_of(path, ring_bytes=4096)
-    sent: set[str] = set()
-    for i in range(6):  # a ring holds one of these
-        sent |= run(harness, f"r{i}", 50)
-    sent |= harness.step()
-    assert len(sent) < 6, "the others wait in the cache"
-    with RingReader(path) as reader:
-        for i in range(6):
-            rows = None
-            while rows is None:
-                sent |= harness.step()
-                try:
-                    rows = reader.get(0.02)
-                except TimeoutError:
-                    continue
-            assert rows.request_id == f"r{i}"
-            assert torch.equal(rows.hidden_states, row_values(i, 50))
-        sent |= harness.step()
-    assert sent == {f"r{i}" for i in range(6)}
-    harness.worker.shutdown()
+    check_slow_trainer(harness_of(path, ring_bytes=4096), lambda: RingReader(path))
 
 
 def test_rows_that_can_never_fit_fail_their_request(path: str) -> None:
-    harness = harness_of(path, ring_bytes=4096)
-    request = harness.add("long", 200)
-    harness.step({"long": 200})
-    harness.sample("long", 7)
-    assert harness.finish("long") == (False, None)
-    assert request.status is RequestStatus.FINISHED_ERROR
-    assert "in a ring of 4096" in str(request.error)
-    harness.worker.shutdown()
+    check_too_many_rows(harness_of(path, ring_bytes=4096), "in a ring of 4096")
 
 
 @pytest.mark.parametrize(
@@ -383,50 +342,11 @@ def test_settings_are_checked(extra: dict[str, Any], message: str) -> None:
 
 
 def test_an_engine_gives_a_trainer_what_it_gives_files(tmp_path: Path, path: str) -> None:
-    prompts = [prompt(seed, length) for seed, length in ((1, 40), (2, 7))]
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    settings: dict[str, dict[str, Any]] = {
-        "ExampleHiddenStatesConnector": {"shared_storage_path": str(tmp_path)},
-        "RingHiddenStatesConnector": {"ring_path": path, "ring_bytes": 2**20},
-    }
-    for name, extra in settings.items():
-        transfer = {
-            "kv_connector": name,
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": extra,
-        }
-        with engine(transfer, speculative_config=EXTRACTION) as llm:
-            replies = [output.kv_transfer_params or {} for output in generate(llm, *prompts)]
-            drain(llm)
-            if "Ring" in name:
-                with RingReader(path) as reader:
-                    rows = [reader.get(10) for _ in prompts]
-                by_id = {
-                    r.request_id: (r.token_ids, r.hidden_states) for r in rows if r is not None
-                }
-                found[name] = [by_id[reply["hidden_states_id"]] for reply in replies]
-            else:
-                files = [load_hidden_states(reply["hidden_states_path"]) for reply in replies]
-                found[name] = [(f["token_ids"], f["hidden_states"]) for f in files]
-    of_files, of_ring = found.values()
-    for (tokens, rows), (same_tokens, same_rows), ids in zip(
-        of_files, of_ring, prompts, strict=True
-    ):
-        assert tokens.tolist() == same_tokens.tolist() == ids
-        assert torch.equal(rows, same_rows) and rows.shape[1] == 3
+    extra = {"ring_path": path, "ring_bytes": 2**20}
+    name = "RingHiddenStatesConnector"
+    check_same_as_files(name, extra, lambda reply: RingReader(path), 10, tmp_path)
 
 
 def test_passes_the_kit(tmp_path: Path) -> None:
-    config = {
-        "kv_connector": "RingHiddenStatesConnector",
-        "kv_connector_extra_config": {
-            "ring_path": "{storage}/ring",
-            "ring_bytes": 100_000,
-            "when_full": "drop_oldest",
-        },
-    }
-    options = {"speculative_config": json.loads(json.dumps(EXTRACTION))}
-    case = ConnectorCase(config, ("hybrid_rows",), loads=False, options=options)
-    for check in ("exact-bits", "shutdown"):
-        CHECKS[check](case, "hybrid_rows", tmp_path / check)
-    check_random_lives(case, "hybrid_rows", tmp_path / "random", runs=4)
+    extra = {"ring_path": "{storage}/ring", "ring_bytes": 100_000, "when_full": "drop_oldest"}
+    check_kit("RingHiddenStatesConnector", extra, tmp_path)

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import socket
 import threading
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.distributed.kv_transfer.extraction_harness import (
     COLUMNS,
@@ -25,23 +22,21 @@ from tests.distributed.kv_transfer.extraction_harness import (
     row_values,
     transfer_config,
 )
-from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
-from tests.distributed.kv_transfer.offload_engines import run as generate
-from tests.distributed.kv_transfer.test_connector_kit import EXTRACTION
-from tests.distributed.kv_transfer.test_hidden_states_ring import run
 from tests.distributed.kv_transfer.test_hidden_states_stream import ABOUT
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
-    load_hidden_states,
+from tests.distributed.kv_transfer.trainer_checks import (
+    check_kit,
+    check_same_as_files,
+    check_slow_trainer,
+    check_too_many_rows,
+    run,
 )
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.stream_hidden_states_connector import (
     StreamHiddenStatesConnector,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_storage import RowFormat
 from vllm.hidden_states_stream import RemoteRows
-from vllm.testing.connectors import CHECKS, ConnectorCase, check_random_lives
-from vllm.v1.request import RequestStatus
 
 pytestmark = pytest.mark.slow
 needs_nixl = pytest.mark.skipif(
@@ -109,34 +104,12 @@ def test_rows_of_requests_arrive(connector: str, storage: str) -> None:
 
 def test_a_slow_trainer_makes_requests_keep_their_blocks() -> None:
     harness, address = harness_of(stream_bytes=4096)
-    sent: set[str] = set()
-    for i in range(6):  # there is memory for one of these
-        sent |= run(harness, f"r{i}", 50)
-    sent |= harness.step()
-    assert len(sent) < 6, "the others wait in the cache"
-    with RemoteRows(address) as reader:
-        for i in range(6):
-            rows = None
-            while rows is None:
-                sent |= harness.step()
-                with suppress(TimeoutError):
-                    rows = reader.get(0.02)
-            assert rows.request_id == f"r{i}"
-            assert torch.equal(rows.hidden_states, row_values(i, 50))
-        sent |= harness.step()
-    assert sent == {f"r{i}" for i in range(6)}
-    harness.worker.shutdown()
+    check_slow_trainer(harness, lambda: RemoteRows(address))
 
 
 def test_rows_that_can_never_fit_fail_their_request() -> None:
     harness, _ = harness_of(stream_bytes=4096)
-    request = harness.add("long", 200)
-    harness.step({"long": 200})
-    harness.sample("long", 7)
-    assert harness.finish("long") == (False, None)
-    assert request.status is RequestStatus.FINISHED_ERROR
-    assert "in a stream of 4096" in str(request.error)
-    harness.worker.shutdown()
+    check_too_many_rows(harness, "in a stream of 4096")
 
 
 def test_each_replica_has_a_port_of_its_own() -> None:
@@ -173,52 +146,13 @@ OF_ENGINE = {"layer_ids": [0, 1, 2], "dtype": "float32", "storage": "auto"}
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_an_engine_gives_a_trainer_what_it_gives_files(connector: str, tmp_path: Path) -> None:
-    prompts = [prompt(seed, length) for seed, length in ((1, 40), (2, 7))]
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    settings: dict[str, dict[str, Any]] = {
-        "ExampleHiddenStatesConnector": {"shared_storage_path": str(tmp_path)},
-        connector: {"host": "127.0.0.1", "port": 0, "stream_bytes": 2**20},
-    }
-    for name, extra in settings.items():
-        transfer = {
-            "kv_connector": name,
-            "kv_role": "kv_producer",
-            "kv_connector_extra_config": extra,
-        }
-        with engine(transfer, speculative_config=EXTRACTION) as llm:
-            replies = [output.kv_transfer_params or {} for output in generate(llm, *prompts)]
-            drain(llm)
-            if name == connector:
-                address = replies[0]["hidden_states_stream"]
-                with RemoteRows(address, expect=OF_ENGINE) as reader:
-                    rows = [reader.get(60) for _ in prompts]
-                by_id = {
-                    r.request_id: (r.token_ids, r.hidden_states) for r in rows if r is not None
-                }
-                found[name] = [by_id[reply["hidden_states_id"]] for reply in replies]
-            else:
-                files = [load_hidden_states(reply["hidden_states_path"]) for reply in replies]
-                found[name] = [(f["token_ids"], f["hidden_states"]) for f in files]
-    of_files, of_stream = found.values()
-    for (tokens, rows_), (same_tokens, same_rows), ids in zip(
-        of_files, of_stream, prompts, strict=True
-    ):
-        assert tokens.tolist() == same_tokens.tolist() == ids
-        assert torch.equal(rows_, same_rows) and rows_.shape[1] == 3
+    def open_reader(reply: dict[str, Any]) -> RemoteRows:
+        return RemoteRows(reply["hidden_states_stream"], expect=OF_ENGINE)
+
+    extra = {"host": "127.0.0.1", "port": 0, "stream_bytes": 2**20}
+    check_same_as_files(connector, extra, open_reader, 60, tmp_path)
 
 
 def test_passes_the_kit(tmp_path: Path) -> None:
-    config = {
-        "kv_connector": "StreamHiddenStatesConnector",
-        "kv_connector_extra_config": {
-            "host": "127.0.0.1",
-            "port": 0,
-            "stream_bytes": 100_000,
-            "when_full": "drop_oldest",
-        },
-    }
-    options = {"speculative_config": json.loads(json.dumps(EXTRACTION))}
-    case = ConnectorCase(config, ("hybrid_rows",), loads=False, options=options)
-    for check in ("exact-bits", "shutdown"):
-        CHECKS[check](case, "hybrid_rows", tmp_path / check)
-    check_random_lives(case, "hybrid_rows", tmp_path / "random", runs=4)
+    extra = {"host": "127.0.0.1", "port": 0, "stream_bytes": 100_000, "when_full": "drop_oldest"}
+    check_kit("StreamHiddenStatesConnector", extra, tmp_path)

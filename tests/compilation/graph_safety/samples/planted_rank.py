@@ -10,6 +10,12 @@ from tests.compilation.graph_safety.samples.replayed_steps import PLANTS, Plant
 from vllm.compilation.graph_safety.ranks import RankFound, check_rank
 from vllm.v1.worker.worker import Worker
 
+#: of two ranks, that share layers or have one half each
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "pp2": {"pipeline_parallel_size": 2},
+}
+
 
 @dataclass(frozen=True)
 class PlantedRank:

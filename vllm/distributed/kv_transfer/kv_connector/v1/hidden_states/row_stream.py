@@ -14,12 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import xxhash
-
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.staging import (
     NoRoom,
     Staging,
-    segment_bytes,
+    staged_bytes,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Transport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
@@ -28,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     MessageServer,
     send,
 )
-from vllm.hidden_states_record import Policy, Rows, check, data_bytes, parts
+from vllm.hidden_states_record import Policy, Rows, check, data_bytes, parts, write_sealed
 from vllm.hidden_states_storage import RowFormat
 from vllm.logger import init_logger
 
@@ -44,7 +42,7 @@ MAX_WAIT_S = 5.0
 
 def stream_bytes(num_rows: int, row_bytes: int, request_id: str) -> int:
     """Room that a request takes in the memory of a stream."""
-    return segment_bytes(data_bytes(num_rows, row_bytes, len(request_id.encode())))
+    return staged_bytes(data_bytes(num_rows, row_bytes, len(request_id.encode())))
 
 
 @dataclass
@@ -110,26 +108,25 @@ class RowStream:
         check(rows, self._format, "stream")
         data = parts(rows)
         size = sum(map(len, data))
-        if segment_bytes(size) > len(self._memory):
+        if staged_bytes(size) > len(self._memory):
             raise ValueError(f"{size} bytes of rows in a stream of {len(self._memory)}")
         offset = self._make_room(size, policy, stopped)
         if offset is None:
             with self._changed:
                 self._num_dropped += 1
             return False
-        at, sealed = offset, xxhash.xxh3_64()
-        for part in data:
-            self._memory[at : at + len(part)] = part
-            sealed.update(part)
-            at += len(part)
+        sealed = write_sealed(data, offset, self._write)
         with self._changed:
             number = self._num_put
             self._num_put += 1
             self._records[number] = _Record(
-                number, offset, size, len(rows.token_ids), len(data[0]), sealed.intdigest()
+                number, offset, size, len(rows.token_ids), len(data[0]), sealed
             )
             self._changed.notify_all()
         return True
+
+    def _write(self, at: int, data: memoryview) -> None:
+        self._memory[at : at + len(data)] = data
 
     def _make_room(self, size: int, policy: Policy, stopped: Callable[[], bool]) -> int | None:
         """Offset of a free segment; what a reader is fetching is never overwritten."""

@@ -60,7 +60,7 @@ class Staging:
     def allocate(self, num_bytes: int, patience_s: float) -> int:
         """Offset of a segment; waits for room. `NoRoom` when there never can be, when no other
         segment was given back for `patience_s`, or when closed."""
-        size = segment_bytes(num_bytes)
+        size = staged_bytes(num_bytes)
         what = f"{num_bytes} bytes of staging memory ({len(self.buffer)} in all)"
         if size > len(self.buffer):
             raise NoRoom(f"{what}: raise staging_bytes")
@@ -114,6 +114,6 @@ class Staging:
             self._changed.notify_all()
 
 
-def segment_bytes(num_bytes: int) -> int:
+def staged_bytes(num_bytes: int) -> int:
     """What a segment of `num_bytes` takes up."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
