@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
@@ -164,3 +165,28 @@ def test_a_profiler_stays() -> None:
 def test_steps_that_cannot_be_replayed(steps: list[list[Tensor]]) -> None:
     with pytest.raises(VLLMValidationError):
         check_replays(torch.nn.Identity(), steps)
+
+
+class Early(nn.Module):
+    """Gives an op another number in every run, as its last argument."""
+
+    def __init__(self, op: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.op = op
+        self.runs = 0
+
+    def forward(self, x: Tensor, position: Tensor) -> Tensor:
+        self.runs += 1
+        return self.op(x, self.runs == 1) + position[0]
+
+
+@pytest.mark.parametrize("argument", ["overlap", "doubled"])
+def test_whether_a_launch_begins_early_may_differ(argument: str) -> None:
+    """Captures alone let it, and it changes no result; any other number is the capture's."""
+    with torch.library._scoped_library("graph_safety_tests", "FRAGMENT") as library:
+        library.define(f"early_{argument}(Tensor x, bool {argument}) -> Tensor")
+        library.impl(f"early_{argument}", lambda x, early: x + 1, "CPU")
+        op = getattr(torch.ops.graph_safety_tests, f"early_{argument}").default
+        found = check_replays(Early(op), replayed.steps()).findings
+    assert [finding.hazard for finding in found] == ([] if argument == "overlap" else [7])
+    assert all("takes False from Python" in finding.message for finding in found)

@@ -18,6 +18,8 @@ NORM_DTYPES = (torch.bfloat16, torch.float16)
 #: columns of such a norm: more than the first and at most the second
 NORM_COLUMNS = (512, 8192)
 _HANDLE_BYTES = 64
+#: ops of `vllm_cuda` that every rank has to call, or the others wait
+COLLECTIVES = frozenset({"peers_sum", "peers_sum_add_norm"})
 
 OPS = CudaOps(
     what="sums through peer memory",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,13 @@ from vllm.compilation.graph_safety.simulator.tensors import (
     tensors_in,
     whole,
 )
-from vllm.compilation.graph_safety.simulator.trace import Launch, Origin, Trace, completed
+from vllm.compilation.graph_safety.simulator.trace import (
+    Launch,
+    Origin,
+    Trace,
+    as_launched,
+    is_collective,
+)
 from vllm.compilation.graph_safety.walker import Finding
 from vllm.forward_context import (
     ForwardContext,
@@ -60,8 +65,6 @@ _FILLED = frozenset(
     {"zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros"}
     | {"new_ones", "new_full", "clone", "eye", "linspace"}
 )
-#: whose ops other ranks take part in
-_COLLECTIVES = "c10d"
 #: what converts a tensor to another dtype
 _CONVERSIONS = frozenset({"_to_copy", "to"})
 
@@ -215,11 +218,11 @@ class Recorder:
             return op(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _depends_on_data(name, args):
             self._suspect(2, here(), f"the shape of {name}'s result depends on data")
-        if op.namespace == _COLLECTIVES:
-            return self._launch(name, partial(completed, op), args, kwargs, True, True)
-        if op.namespace != "aten":
+        if op.namespace not in ("aten", "c10d"):
             self._check_strides(name, args)
-        return self._launch(name, op, args, kwargs, mutates=op._schema.is_mutable)
+        mutates = op._schema.is_mutable or op.namespace == "c10d"
+        run, args = as_launched(op, args)
+        return self._launch(name, run, args, kwargs, mutates, is_collective(op))
 
     # ---- recording -----------------------------------------------------------------------------
 

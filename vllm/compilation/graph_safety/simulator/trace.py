@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.compilation.graph_safety.simulator.tensors import (
     tensors_in,
     whole,
 )
+from vllm.kernels.all_reduce.cuda import COLLECTIVES as PEER_COLLECTIVES
 
 
 class NotReplayable(Exception):
@@ -75,7 +77,26 @@ class Launch:
             target.copy_(result)
 
 
-def completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
+def is_collective(op: Any) -> bool:
+    """Whether the other ranks wait for this one to call an op of the dispatcher."""
+    name = op.overloadpacket.__name__
+    return op.namespace == "c10d" or (op.namespace == "vllm_cuda" and name in PEER_COLLECTIVES)
+
+
+def as_launched(op: Any, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What a launch runs, and the arguments that another run has to give alike. The last one of an
+    op may say that its launch begins before the one ahead of it ends, which changes no result and
+    is so in captures alone."""
+    if op.namespace == "c10d":
+        return partial(_completed, op), args
+    names = [argument.name for argument in op._schema.arguments]
+    if op.namespace == "aten" or names[-1:] != ["overlap"] or len(args) < len(names):
+        return op, args
+    *others, overlap = args
+    return lambda *given: op(*given, overlap), tuple(others)
+
+
+def _completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a collective, an op of torch's, to its end; on a GPU, for what this stream is given
     next."""
     result = collective(*args, **kwargs)
