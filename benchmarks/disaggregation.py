@@ -9,7 +9,8 @@ Two servers: one computes prompts, the other fetches their state and answers. Fo
 
 - prompt: the producer's time for the prompt;
 - fetched: from the request at the consumer to its first token, and that without the transfer, by
-  the consumer's own `kv_p2p_receive_time`;
+  the consumer's own `kv_p2p_receive_time`; of this, how long it waited until the state was ready
+  at the producer, read its bytes, and checked them;
 - computed: another prompt, which it computes itself;
 - hit: that one again, which its own prefix cache then has;
 
@@ -45,7 +46,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p_connector import STAGED
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPUS = torch.cuda.device_count() >= 2
 _START_S = 300.0
-_RECEIVED = "vllm:kv_p2p_receive_time_total"
+#: parts of `Times` -> what the consumer counts
+_COUNTED = {
+    "transfer": "vllm:kv_p2p_receive_time_total",
+    "wait": "vllm:kv_p2p_wait_time_total",
+    "read": "vllm:kv_p2p_read_time_total",
+    "seal": "vllm:kv_p2p_seal_time_total",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,9 @@ class Times:
     prompt: float
     fetched: float
     transfer: float
+    wait: float
+    read: float
+    seal: float
     hit: float
     computed: float
     same: bool
@@ -70,6 +80,9 @@ class Row:
     prompt_ms: float
     fetched_ms: float
     transfer_ms: float
+    wait_ms: float
+    read_ms: float
+    seal_ms: float
     hit_ms: float
     computed_ms: float
     through: str = "host memory"
@@ -82,11 +95,13 @@ class Row:
 
 def table(rows: Sequence[Row]) -> str:
     """One row per length, as Markdown."""
-    head = ["tokens", "prompt", "fetched", "of it transfer", "hit", "computed"]
+    head = ["tokens", "prompt", "fetched", "of it transfer", "wait", "read", "seal"]
+    head += ["hit", "computed"]
     head += ["after the transfer / hit", "same answers"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        times = (row.prompt_ms, row.fetched_ms, row.transfer_ms, row.hit_ms, row.computed_ms)
+        times = [row.prompt_ms, row.fetched_ms, row.transfer_ms, row.wait_ms, row.read_ms]
+        times += [row.seal_ms, row.hit_ms, row.computed_ms]
         cells = [f"{row.length:,}", *(f"{ms:,.1f} ms" for ms in times)]
         cells += [f"{row.after_transfer:.2f}", f"{row.same} of {row.prompts}"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -108,15 +123,22 @@ class Pair:
         reply = _ok(self._producer.post("/v1/completions", json=handed)).json()
         prompt_ms = 1e3 * (time.perf_counter() - began)
         parameters = {"kv_transfer_params": reply["kv_transfer_params"]}
-        received = self._received()
+        before = self._counted()
         fetched_ms, answer = self._stream(self._body(prompt) | parameters)
-        transfer_ms = 1e3 * (self._received() - received)
+        parts = {name: 1e3 * (now - before[name]) for name, now in self._counted().items()}
         computed_ms, _ = self._stream(self._body(other))
         hit_ms, _ = self._stream(self._body(other))
         alone = self._body(prompt) | {"return_token_ids": True}
         choice = _ok(self._producer.post("/v1/completions", json=alone)).json()["choices"][0]
         same = choice["token_ids"] == answer
-        return Times(prompt_ms, fetched_ms, transfer_ms, hit_ms, computed_ms, same)
+        return Times(
+            prompt=prompt_ms,
+            fetched=fetched_ms,
+            **parts,
+            hit=hit_ms,
+            computed=computed_ms,
+            same=same,
+        )
 
     def _body(self, prompt: list[int], tokens: int | None = None) -> dict[str, Any]:
         most = self._answer if tokens is None else tokens
@@ -150,10 +172,13 @@ class Pair:
         [chosen] = [one["chosen"] for one in records if one["what"] == STAGED]
         return str(chosen)
 
-    def _received(self) -> float:
-        """Seconds that the consumer has spent on fetching so far."""
+    def _counted(self) -> dict[str, float]:
+        """Seconds that the consumer has spent on fetching so far, and on the parts of it."""
         lines = _ok(self._consumer.get("/metrics")).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(_RECEIVED))
+        return {
+            part: sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+            for part, name in _COUNTED.items()
+        }
 
 
 def _ok(reply: httpx.Response) -> httpx.Response:
@@ -210,7 +235,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 def row_of(length: int, runs: Sequence[Times]) -> Row:
     """Medians of the runs."""
-    fields = ("prompt", "fetched", "transfer", "hit", "computed")
+    fields = ("prompt", "fetched", *_COUNTED, "hit", "computed")
     medians = {f"{field}_ms": median(asdict(run)[field] for run in runs) for field in fields}
     return Row(length, len(runs), sum(run.same for run in runs), **medians)
 

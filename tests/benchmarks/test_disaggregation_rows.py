@@ -10,12 +10,15 @@ from benchmarks.disaggregation import Times, make_parser, row_of, serve_command,
 
 
 def test_a_row_has_the_medians() -> None:
-    runs = [Times(9.0, 60.0 + i, 50.0, 8.0, 40.0, same=i != 1) for i in range(3)]
+    runs = [
+        Times(9.0, 60.0 + i, 50.0, 20.0, 10.0 * i, 5.0, 8.0, 40.0, same=i != 1) for i in range(3)
+    ]
     row = row_of(512, runs)
     assert (row.prompts, row.same, row.fetched_ms) == (3, 2, 61.0)
     assert row.after_transfer == 11 / 8
     assert table([row]).splitlines()[-1] == (
-        "| 512 | 9.0 ms | 61.0 ms | 50.0 ms | 8.0 ms | 40.0 ms | 1.38 | 2 of 3 |"
+        "| 512 | 9.0 ms | 61.0 ms | 50.0 ms | 20.0 ms | 10.0 ms | 5.0 ms | 8.0 ms | 40.0 ms "
+        "| 1.38 | 2 of 3 |"
     )
 
 

@@ -353,6 +353,8 @@ def test_digests_are_counted(plan: ArenaPlan) -> None:
         assert counted["seal_bytes"] == 2 * size and counted["seal_seconds"] > 0
         assert counted["broken_seals"] == counted["failed_receives"] == 1
         assert counted["received_requests"] == 1
+        parts = [counted[f"{part}_seconds"] for part in ("wait", "read")]
+        assert all(seconds > 0 for seconds in parts)
 
 
 def test_state_of_other_weights_is_refused(

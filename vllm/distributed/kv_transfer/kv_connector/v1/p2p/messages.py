@@ -133,6 +133,8 @@ COUNTERS = {
     "received_requests": ("kv_p2p_received_requests", "Requests whose state was fetched."),
     "received_bytes": ("kv_p2p_received_bytes", "Bytes fetched from peers."),
     "receive_seconds": ("kv_p2p_receive_time", "Seconds from asking for state to having it."),
+    "wait_seconds": ("kv_p2p_wait_time", "Seconds of receiving until the state was ready there."),
+    "read_seconds": ("kv_p2p_read_time", "Seconds of receiving that bytes took to come."),
     "failed_receives": ("kv_p2p_failed_receives", "Requests whose state could not be fetched."),
     "seal_bytes": ("kv_p2p_seal_bytes", "Bytes of which a digest was made or checked."),
     "seal_seconds": ("kv_p2p_seal_time", "Seconds that transfers spent on digests."),

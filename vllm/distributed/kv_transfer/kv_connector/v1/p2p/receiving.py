@@ -176,7 +176,9 @@ class Receiver:
                 "req_id": job.remote.req_id,
                 "wait_s": min(deadline.left(peer.label), MAX_WAIT_S),
             }
+            asked = time.perf_counter()
             described = ask(self._peers.address(job.remote), question, deadline)
+            waited = time.perf_counter() - asked
             mine = {WEIGHTS: self._peers.identity.get(WEIGHTS)}
             compare(mine, {WEIGHTS: described[WEIGHTS]}, peer.label)
             sources = _sources(job, described, self._copies.plan)
@@ -185,7 +187,11 @@ class Receiver:
             try:
                 peer.check()
                 reads = _merged(sources, described["offset"], offset)
+                began = time.perf_counter()
                 self._transport.read(peer.name, reads, deadline)
+                spent = time.perf_counter() - began
+                with self._lock:
+                    self._stats.add(wait_seconds=waited, read_seconds=spent)
                 self._let_in(job, sources, self._staging.buffer[offset : offset + size], after)
             except StillWriting:
                 raise  # the segment stays taken: something may still write to it
