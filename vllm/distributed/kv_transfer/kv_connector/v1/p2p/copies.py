@@ -5,16 +5,16 @@ Copies run on two side streams, one per direction; whoever calls waits for them,
 thread that may wait. The memory is registered with the transport once.
 """
 
-import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import runs
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.messages import Places
 from vllm.v1.kv_cache_interface import ArenaPlan
 
+#: what is copied at a time where bytes are so aligned
+_WORD = torch.int64
 #: group, block, bytes from the segment's start, bytes
 Part = tuple[int, int, int, int]
 
@@ -69,22 +69,34 @@ class BlockCopies:
         with torch.cuda.stream(stream):
             if stream is not None and after is not None:
                 stream.wait_event(after)
-            for first, start, size in self._spans(places):
-                there, here = self._arena[first : first + size], segment[start : start + size]
-                target, source = (here, there) if to_staging else (there, here)
-                target.copy_(source, non_blocking=True)
+            for group, blocks, held in self._held(places, segment):
+                lying = self._lying(group, held)
+                chosen = torch.tensor(blocks, device=lying.device)
+                if to_staging:
+                    torch.index_select(lying, 0, chosen, out=held.view(lying.dtype))
+                else:
+                    lying.index_copy_(0, chosen, held.view(lying.dtype))
             if stream is not None:
                 stream.synchronize()
 
-    def _spans(self, places: Places) -> Iterator[tuple[int, int, int]]:
-        """Bytes from the arena's start, from the segment's, and how many lie so in both."""
-        starts = [start for _, _, start, _ in parts(self.plan, places)]
-        nth = itertools.count()
-        placed = ((g, place.block, next(nth)) for g, own in enumerate(places) for place in own)
-        for group, block, first, count in runs(placed):
-            size, stride = self.plan.groups[group].block_bytes, self.plan.block_stride(group)
-            if size == stride:
-                yield block * stride, starts[first], count * size
-            else:  # the arena has padding between them
-                for i in range(count):
-                    yield (block + i) * stride, starts[first + i], size
+    def _held(self, places: Places, segment: Tensor) -> Iterator[tuple[int, list[int], Tensor]]:
+        """Groups that have blocks, these, and their part of a segment, `uint8 [blocks, bytes]`."""
+        start = 0
+        for group, own in enumerate(places):
+            if own:
+                size = self.plan.groups[group].block_bytes
+                end = start + len(own) * size
+                yield group, [place.block for place in own], segment[start:end].view(-1, size)
+                start = end
+
+    def _lying(self, group: int, held: Tensor) -> Tensor:
+        """All of the arena as blocks `[blocks, words]` of a group, in words as long as both sides
+        allow."""
+        size, stride = held.shape[1], self.plan.block_stride(group)
+        arena = self._arena
+        at = size, stride, held.data_ptr(), arena.data_ptr()
+        if all(number % _WORD.itemsize == 0 for number in at):
+            whole = len(arena) // _WORD.itemsize * _WORD.itemsize
+            arena = arena[:whole].view(_WORD)
+        size, stride = size // arena.itemsize, stride // arena.itemsize
+        return arena.as_strided(((len(arena) - size) // stride + 1, size), (stride, 1))
