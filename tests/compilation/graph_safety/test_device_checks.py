@@ -24,6 +24,7 @@ from vllm.compilation.graph_safety.device.checks import DevicesReport, compare_s
 from vllm.compilation.graph_safety.device.own_sizes import capture_own_sizes
 from vllm.compilation.graph_safety.device.run import DeviceRun, what_ran
 from vllm.compilation.graph_safety.device.sync_trap import waits_trapped
+from vllm.compilation.graph_safety.model_steps import gpu_errors_explained
 from vllm.compilation.graph_safety.simulator.checked_graphs import CheckedGraphs, CheckedGraphSet
 from vllm.compilation.graph_safety.simulator.checked_run import SimulatedGraph
 from vllm.compilation.graph_safety.simulator.driver import Driver
@@ -35,6 +36,7 @@ from vllm.config import set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker.graph_plan import GraphPlan, most_sequences
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
@@ -333,3 +335,20 @@ def test_a_runner_has_its_model_inside_the_block_only() -> None:
         assert check_runner(second, 2).findings == ()
         raise KeyError
     assert "model" not in vars(first) and "model" not in vars(second)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access"),
+        WorkerDiedError("rank 1 died"),
+    ],
+    ids=["of this process", "of a rank"],
+)
+def test_what_ends_a_gpus_process_says_who_names_the_line(error: RuntimeError) -> None:
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES= vllm graph-check") as raised:
+        with gpu_errors_explained():
+            raise error
+    assert str(error) in str(raised.value) and raised.value.__cause__ is error
+    with pytest.raises(torch.cuda.OutOfMemoryError), gpu_errors_explained():
+        raise torch.cuda.OutOfMemoryError("too small")

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from vllm.engine.batch_defaults import UsageContext
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import models_on_meta, outline_model
 from vllm.platforms import current_platform
+from vllm.v1.executor.station import WorkerDiedError
 
 #: weights in float32 that a check still makes up
 _MOST_BYTES = 2 * 2**30
@@ -84,7 +86,7 @@ def check_model_steps(
     ranks; the summary names the flags that the steps do not have.
 
     Raises ValueError for what cannot be run, and torch's OutOfMemoryError on a GPU that is too
-    small, RuntimeError for a rank that fails or dies.
+    small, RuntimeError for a rank that fails or dies, or where a step ends a GPU's process.
     """
     small: dict[str, Any] = {
         **_ONE_REPLICA,
@@ -101,10 +103,11 @@ def check_model_steps(
         # Small steps have none of those that were given; `own_sizes` has all of them.
         small |= dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
         config = replace(args, **small).create_engine_config()
-        if config.parallel_config.world_size == 1:
-            found = check_devices(config, steps, progress, own_sizes)
-        else:
-            found = check_ranks(config, steps, progress, own_sizes)
+        with gpu_errors_explained():
+            if config.parallel_config.world_size == 1:
+                found = check_devices(config, steps, progress, own_sizes)
+            else:
+                found = check_ranks(config, steps, progress, own_sizes)
     else:
         small["dtype"] = "float32"
         config = replace(args, **small).create_engine_config()
@@ -116,6 +119,20 @@ def check_model_steps(
     summary = found.summary + copied + in_place_of(args, small)
     modes = found.modes
     return join_report(args.model, modes, checks=(summary,), left=(), captures=found.results)
+
+
+@contextmanager
+def gpu_errors_explained() -> Iterator[None]:
+    """What ends a GPU's process inside the block is raised as a RuntimeError that says how to find
+    its line."""
+    try:
+        yield
+    except (torch.AcceleratorError, WorkerDiedError) as error:
+        raise RuntimeError(
+            f"{error}\nNothing runs on a GPU after such an error, which does not say whose it is: "
+            "often a replay's that reads memory of its capture. The check without GPUs names the "
+            "line: CUDA_VISIBLE_DEVICES= vllm graph-check ..."
+        ) from error
 
 
 def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:
