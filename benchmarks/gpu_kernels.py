@@ -29,7 +29,8 @@ from tests.kernels import cases
 from tests.kernels.cases import Case, strided
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.fp8 import FP8
-from vllm.kernels.latent_attention import expansion_pays
+from vllm.kernels.latent_attention import LatentAttentionProblem, expansion_pays
+from vllm.kernels.latent_attention.hopper import attend_to_latents
 from vllm.kernels.sampling.adjust import change_logits
 from vllm.kernels.sampling.adjustment_fields import Field
 from vllm.kernels.sampling.draw import argmax_rows, gumbel_sample
@@ -44,6 +45,12 @@ HEADS = (16, 4, 256)
 GDN_HEADS = (16, 32, 128, 128)
 #: heads, dimensions of a key of its own, shared ones, of a value, of the latent
 LATENT = (32, 128, 64, 128, 512)
+#: queries and context of each sequence
+ABSORBED = {
+    "decode 64 x 4096": [(1, 4096)] * 64,
+    "decode 1 x 12000": [(1, 12000)],
+    "verify 64 x 4 of 4096": [(4, 4096)] * 64,
+}
 CHANNELS = 2 * 16 * 128 + 32 * 128
 HIDDEN, FFN, VOCAB = 2560, 9216, 248320
 BF16 = torch.bfloat16
@@ -238,9 +245,7 @@ def benches() -> list[Bench]:
         attention("decode 64 x 1024", [(1, 1024)] * 64, FP8),
         attention("decode 64 x 4096", [(1, 4096)] * 64, FP8),
         attention("prefill 2 x 4096", [(4096, 4096)] * 2, FP8),
-        latents("decode 64 x 4096", [(1, 4096)] * 64),
-        latents("decode 1 x 12000", [(1, 12000)]),
-        latents("verify 64 x 4 of 4096", [(4, 4096)] * 64),
+        *(latents(name, lengths) for name, lengths in ABSORBED.items()),
         latents("prefill 1 x 4096, expanded", [(4096, 4096)]),
         latents("prefill 2048 of 12000, expanded", [(2048, 12000)]),
     ]
@@ -353,10 +358,26 @@ def time_all(only: list[str]) -> None:
             case = bench.make()
         us = time_us([partial(cases.run, kernels, bench.op, case) for case in copies(case)])
         report(bench.op, bench.shape, us, bench.bytes, bench.flops)
+    if not only or any(name in "latent_attention" for name in only):
+        for name, lengths in ABSORBED.items():
+            time_attending(name, lengths)
     if only and "sampling" not in only:
         return
     for n in (1, 256):
         time_sampling(n)
+
+
+def time_attending(name: str, lengths: list[tuple[int, int]]) -> None:
+    """Latent attention without the products of small matrices before and after it."""
+    heads, _, shared, _, latent = LATENT
+    queries, context = (sum(each) for each in zip(*lengths, strict=True))
+    with torch.device(DEVICE):
+        case = cases.latent_case(lengths, LATENT, BF16, DEVICE) | {"max_seq_len": MAX_MODEL_LEN}
+    query = rand(heads, queries, latent)
+    problems = [LatentAttentionProblem(**copy) for copy in copies(case)]
+    us = time_us([partial(attend_to_latents, problem, query) for problem in problems])
+    numbers = context * (latent + shared) + queries * heads * (2 * latent + shared)
+    report("attend_to_latents", name, us, 2.0 * numbers, 0)
 
 
 def time_sampling(n: int) -> None:

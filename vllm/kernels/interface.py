@@ -58,7 +58,7 @@ class Kernels(Registry):
     write_kv_cache = Op(cache.write_kv_cache)
     write_rows = Op(cache.write_rows)
     paged_attention = Op(attention.paged_attention, cuda=("hopper", "hopper_prefill", "triton"))
-    latent_attention = Op(latents.latent_attention, cuda=("expanded", "triton"))
+    latent_attention = Op(latents.latent_attention, cuda=("expanded", "hopper", "triton"))
     compress = Op(compressed.compress)
     choose_entries = Op(compressed.choose_entries)
     compressed_attention = Op(compressed.compressed_attention)

@@ -58,6 +58,7 @@ __device__ inline void products_wait() {
 #define VLLM_R32                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"                         \
   ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define VLLM_R8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define VLLM_R16                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define VLLM_R40 VLLM_R32                                                                        \
@@ -81,6 +82,7 @@ __device__ inline void products_wait() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),   \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define VLLM_F32(d, i) VLLM_F8(d, i), VLLM_F8(d, i + 8), VLLM_F8(d, i + 16), VLLM_F8(d, i + 24)
+#define VLLM_O8 VLLM_F8(d, 0)
 #define VLLM_O16 VLLM_F8(d, 0), VLLM_F8(d, 8)
 #define VLLM_O32 VLLM_F32(d, 0)
 #define VLLM_O40 VLLM_F32(d, 0), VLLM_F8(d, 32)
@@ -134,6 +136,7 @@ __device__ inline void product(float (&d)[128], const uint32_t (&a)[4], uint64_t
                  : VLLM_O##RESULTS                                                           \
                  : "l"(a), "l"(b), "r"(add), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));          \
   }
+VLLM_PRODUCT(16, 8, 8, 9, 10, 11, 12)
 VLLM_PRODUCT(32, 16, 16, 17, 18, 19, 20)
 VLLM_PRODUCT(64, 32, 32, 33, 34, 35, 36)
 VLLM_PRODUCT(80, 40, 40, 41, 42, 43, 44)
@@ -159,6 +162,7 @@ VLLM_PRODUCT_E4M3(64, 32, 32, 33, 34)
 
 #undef VLLM_F8
 #undef VLLM_F32
+#undef VLLM_R8
 #undef VLLM_R16
 #undef VLLM_R32
 #undef VLLM_R40
@@ -168,6 +172,7 @@ VLLM_PRODUCT_E4M3(64, 32, 32, 33, 34)
 #undef VLLM_R72
 #undef VLLM_R80
 #undef VLLM_R128
+#undef VLLM_O8
 #undef VLLM_O16
 #undef VLLM_O32
 #undef VLLM_O40

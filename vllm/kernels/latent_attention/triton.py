@@ -10,6 +10,8 @@ host integers, and how many shares a sequence uses from its own length, so a cap
 valid for any length up to its bound.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -193,13 +195,18 @@ _join = Launcher(_join_kernel)
 
 
 def latent_attention(p: LatentAttentionProblem) -> None:
-    """See `naive.latent_attention`: two products of many small matrices around the kernel."""
-    if p.is_empty:
-        return
+    """See `naive.latent_attention`."""
+    if not p.is_empty:
+        absorbed(p, attend_to_latents)
+
+
+def absorbed(
+    p: LatentAttentionProblem, attend: Callable[[LatentAttentionProblem, Tensor], Tensor]
+) -> None:
+    """Fill `p.out`: two products of many small matrices around `attend_to_latents` or its like."""
     query = torch.bmm(p.query[..., : p.nope].transpose(0, 1), p.kv_b[:, : p.nope])
-    attended = attend_to_latents(p, query)
     values = p.kv_b[:, p.nope :].transpose(1, 2)
-    torch.bmm(attended, values, out=p.out.transpose(0, 1))
+    torch.bmm(attend(p, query), values, out=p.out.transpose(0, 1))
 
 
 def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
@@ -211,12 +218,7 @@ def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
     tiles = cdiv(rows, block_m)
     splits = num_splits(p.num_seqs, tiles, p.max_seq_len, device_configs(device).multiprocessors)
     out = torch.empty_like(query)
-    part = lse = None
-    if splits > 1:
-        shape = (p.num_tokens, heads, splits)
-        part = torch.empty(*shape, p.latent, dtype=torch.float32, device=device)
-        lse = torch.empty(shape, dtype=torch.float32, device=device)
-    block_l = max(_LEAST, next_power_of_2(p.latent))
+    part, lse = memory_of_shares(p, splits)
     shared = p.query[..., p.nope :]
     _latents[(tiles, p.num_seqs, splits)](
         query,
@@ -243,25 +245,50 @@ def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
         SPLIT=splits > 1,
         BLOCK_M=block_m,
         BLOCK_N=tile.columns,
-        BLOCK_L=block_l,
+        BLOCK_L=max(_LEAST, next_power_of_2(p.latent)),
         BLOCK_S=max(_LEAST, next_power_of_2(p.shared)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    if part is not None:
-        _join[(rows, p.num_seqs, 1)](
-            part,
-            lse,
-            p.seq_lens,
-            p.query_start_loc,
-            out,
-            splits,
-            SPLIT_KEYS,
-            *out.stride()[:2],
-            HEADS=heads,
-            LATENT=p.latent,
-            BLOCK_N=tile.columns,
-            BLOCK_L=block_l,
-            num_warps=4,
-        )
+    join_shares(p, part, lse, out, SPLIT_KEYS, tile.columns)
     return out
+
+
+def memory_of_shares(
+    p: LatentAttentionProblem, splits: int
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """`part [tokens, heads, splits, latent]` and `lse [tokens, heads, splits]`, both fp32, for
+    `join_shares`; None where there is one share of a sequence."""
+    if splits == 1:
+        return None, None
+    part = p.query.new_empty(p.num_tokens, p.num_heads, splits, p.latent, dtype=torch.float32)
+    return part, part.new_empty(part.shape[:3])
+
+
+def join_shares(
+    p: LatentAttentionProblem,
+    part: Tensor | None,
+    lse: Tensor | None,
+    out: Tensor,
+    split_keys: int,
+    tile_keys: int,
+) -> None:
+    """Fill `out [heads, tokens, latent]` from the shares of each row, if there are several: of
+    `split_keys` or more each, in whole tiles of `tile_keys`."""
+    if part is None or lse is None:
+        return
+    _join[(p.max_query_len * p.num_heads, p.num_seqs, 1)](
+        part,
+        lse,
+        p.seq_lens,
+        p.query_start_loc,
+        out,
+        part.shape[2],
+        split_keys,
+        *out.stride()[:2],
+        HEADS=p.num_heads,
+        LATENT=p.latent,
+        BLOCK_N=tile_keys,
+        BLOCK_L=max(_LEAST, next_power_of_2(p.latent)),
+        num_warps=4,
+    )
