@@ -78,7 +78,7 @@ def _run(
     drafter.propose = watched
     for graphs in drafter._graphs.values():
         graphs.replay = counting(graphs)
-    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3 + [1] * 4)
     monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = []

@@ -50,6 +50,7 @@ EXPECTED = {
     "spec_decode_num_accepted_tokens": "counter",
     "spec_decode_num_accepted_tokens_per_pos": "counter",
     "spec_decode_num_drafts_allowed": "gauge",
+    "spec_decode_num_steps": "counter",
 }
 
 
@@ -99,6 +100,7 @@ def test_text_form_that_clients_parse(config, registry):
         num_draft_tokens=5,
         num_accepted_tokens=2,
         accepted_per_position=[2],
+        steps_by_drafts={0: 3, 1: 7},
         prefix_queries=9,
     )
     logger.record(stats, iteration_with_one_request())
@@ -108,6 +110,8 @@ def test_text_form_that_clients_parse(config, registry):
     for pattern in (
         r"^vllm:spec_decode_num_drafts_total" + labels + r"\} 5.0$",
         r"^vllm:spec_decode_num_accepted_tokens_per_pos_total" + labels + r',position="0"\} 2.0$',
+        r'^vllm:spec_decode_num_steps_total\{drafts="0",' + labels[2:] + r"\} 3.0$",
+        r'^vllm:spec_decode_num_steps_total\{drafts="1",' + labels[2:] + r"\} 7.0$",
         r"^vllm:num_requests_running" + labels + r"\} 2.0$",
         r"^vllm:kv_cache_usage_perc" + labels + r"\} 0.25$",
         r"^vllm:prompt_tokens_total" + labels + r"\} 9.0$",

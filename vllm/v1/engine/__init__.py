@@ -175,8 +175,9 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     connector: dict[str, Any] | None = None
     #: of the waiting ones, those that wait for something else than room
     num_deferred: int = 0
-    #: draft tokens that the next step may verify of each request
+    #: draft tokens that the next step may verify of each request; steps by what it was before them
     num_drafts_allowed: int = 0
+    steps_by_drafts: dict[int, int] = {}
 
     def add_drafts(self, count: int, accepted: int) -> None:
         """A request verified `count` drafts."""

@@ -147,6 +147,7 @@ class EngineMetrics:
         self._failures = {s: failures.labels(**self._values, stage=s) for s in FAILURE_STAGES}
         self.spec_counters: dict[str, Counter] = {}
         self.drafts_allowed: Gauge | None = None
+        self.steps_by_drafts: dict[int, Counter] = {}
         self._add_speculation(vllm_config)
         self._add_cache_info(vllm_config)
         self._engine = engine
@@ -188,9 +189,18 @@ class EngineMetrics:
             self.drafts_allowed = self._bound(
                 self._gauge(
                     "spec_decode_num_drafts_allowed",
-                    "Draft tokens that a step may verify per request now; 0: it does not pay.",
+                    "Draft tokens that the next step may verify per request; 0: none would pay.",
                 )
             )
+            steps = self._counter(
+                "spec_decode_num_steps",
+                "Steps by the draft tokens that they might verify per request.",
+                ("drafts",),
+            )
+            self.steps_by_drafts = {
+                width - 1: steps.labels(**self._values, drafts=str(width - 1))
+                for width in vllm_config.step_widths
+            }
         accepted = self._counter(
             "spec_decode_num_accepted_tokens_per_pos",
             "Drafted tokens accepted, by position in the draft.",
@@ -248,6 +258,8 @@ class EngineMetrics:
             self._connector.observe(stats.connector, self._engine)
         if self.drafts_allowed is not None:
             self.drafts_allowed.set(stats.num_drafts_allowed)
+            for drafts, count in stats.steps_by_drafts.items():
+                self.steps_by_drafts[drafts].inc(count)
         if self.spec_counters:
             for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
                 counter.inc(count)

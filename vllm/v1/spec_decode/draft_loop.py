@@ -58,6 +58,7 @@ class DraftLoop:
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
         #: the last row takes what belongs to no request
         self._drafts = zeros(torch.int64, rows + 1, progress.width - 1)
+        self._num_drafts = zeros(torch.int32, rows + 1)
         self._groups: dict[int, _Group] = {}
         self._names: list[str] = []
 
@@ -124,14 +125,21 @@ class DraftLoop:
 
     def keep(self, rows: DraftRows, drafts: Sequence[Tensor]) -> Tensor:
         """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
-        `[rows, drafts]`."""
+        `[rows, drafts]`. Rows that had no part in the step keep theirs, which may be others and
+        more or fewer."""
         spare, count = len(self._drafts) - 1, len(drafts)
         where = torch.where(rows.is_real, rows.rows, spare)
         found = torch.stack(list(drafts), dim=1)
         self._drafts[:, :count].index_copy_(0, where, found)
-        self._progress.tokens[:, 1 : 1 + count] = self._drafts[:-1, :count]
-        self._progress.num_drafts.fill_(count)
+        self._num_drafts.index_fill_(0, where, count)
+        self._progress.tokens[:, 1:] = self._drafts[:-1]
+        self._progress.num_drafts.copy_(self._num_drafts[:-1])
         return found
+
+    def keep_none(self) -> None:
+        """The next step of no row verifies any."""
+        self._num_drafts.zero_()
+        self._progress.num_drafts.zero_()
 
 
 @dataclass(frozen=True)
