@@ -62,7 +62,8 @@ def _run(
 
     def watched(step: Any) -> None:
         propose(step)
-        proposed.append(runner.inputs.progress.tokens[step.order.rows, 1:].tolist())
+        made = slice(1, 1 + step.num_drafts)
+        proposed.append(runner.inputs.progress.tokens[step.order.rows, made].tolist())
 
     def counting(graphs: Any) -> Any:
         replay = graphs.replay
