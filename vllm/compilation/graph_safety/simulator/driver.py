@@ -86,7 +86,7 @@ class Driver:
         self._live: dict[str, _Request] = {}
         self._ended: set[str] = set()
         self._count = self._steps = 0
-        #: of the decodes of the next step; half the steps or more keep it, so that drafts replay
+        #: of the decodes of the next step; half the steps keep it, so that graphs of drafts replay
         self._width = self._runner.width
         self._free = list(range(self._runner.arena.plan.num_pages - 1, 0, -1))
 
@@ -133,13 +133,18 @@ class Driver:
         self._steps += 1
         if not ready or (self._steps % _MIXED == 3 and len(ready) < runner.max_rows):
             prefills = [self._arrive() for _ in range(1 if ready else 2)]
-        width, draw = self._width, source.randrange(max(4, 2 * len(runner.widths)))
-        if draw < len(runner.widths):
-            self._width = runner.widths[draw]
+        width = self._width
+        if source.randrange(4) < 2 and decodes:
+            self._width = self._narrower(width)
         self._run(decodes, prefills, width)
         full = [n for n, r in self._live.items() if r.length + 2 * runner.width >= self._longest]
         if len(self._live) == runner.max_rows or full:
             self._end(full[0] if full else next(iter(self._live)))
+
+    def _narrower(self, width: int) -> int:
+        """The width before this one, and the largest after the least: each comes soon."""
+        widths = self._runner.widths
+        return widths[widths.index(width) - 1]
 
     def _run(self, decodes: list[str], prefills: list[str], width: int) -> None:
         runner = self._runner
