@@ -171,6 +171,8 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    #: by position in the draft; how many are drafted varies from step to step
+    drafted_per_position: list[int] = []
     accepted_per_position: list[int] = []
     connector: dict[str, Any] | None = None
     #: of the waiting ones, those that wait for something else than room
@@ -184,7 +186,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
         self.num_drafts += 1
         self.num_draft_tokens += count
         self.num_accepted_tokens += accepted
-        self.accepted_per_position += [0] * (count - len(self.accepted_per_position))
+        more = [0] * (count - len(self.drafted_per_position))
+        self.drafted_per_position += more
+        self.accepted_per_position += more
+        for position in range(count):
+            self.drafted_per_position[position] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1
 

@@ -201,14 +201,18 @@ class EngineMetrics:
                 width - 1: steps.labels(**self._values, drafts=str(width - 1))
                 for width in vllm_config.step_widths
             }
-        accepted = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens accepted, by position in the draft.",
-            ("position",),
+        num_drafts = speculative.num_drafts
+        self.drafted = self._per_position(
+            num_drafts, "draft_tokens", "Tokens drafted, by position in the draft."
         )
-        self.accepted = [
-            accepted.labels(**self._values, position=str(position))
-            for position in range(speculative.num_drafts)
+        self.accepted = self._per_position(
+            num_drafts, "accepted_tokens", "Drafted tokens accepted, by position in the draft."
+        )
+
+    def _per_position(self, num_drafts: int, name: str, text: str) -> list[Counter]:
+        counter = self._counter(f"spec_decode_num_{name}_per_pos", text, ("position",))
+        return [
+            counter.labels(**self._values, position=str(position)) for position in range(num_drafts)
         ]
 
     def _add_cache_info(self, vllm_config: VllmConfig) -> None:
@@ -261,7 +265,9 @@ class EngineMetrics:
             for drafts, count in stats.steps_by_drafts.items():
                 self.steps_by_drafts[drafts].inc(count)
         if self.spec_counters:
-            for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
+            drafted = zip(self.drafted, stats.drafted_per_position, strict=False)
+            accepted = zip(self.accepted, stats.accepted_per_position, strict=False)
+            for counter, count in (*drafted, *accepted):
                 counter.inc(count)
 
     def record_sleep(self, level: int) -> None:
