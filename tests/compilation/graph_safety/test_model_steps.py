@@ -125,6 +125,16 @@ def test_drafters(made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path:
     assert has_layers == any(name.startswith("drafts") for name in report.replays)
 
 
+@pytest.mark.parametrize("made", [_mtp, _eagle3])
+def test_padding_leaves_anything_in_what_nobody_reads(
+    made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """In as many steps as the command runs: rows of padding leave other numbers in a head's memory
+    than in the launches that a replay is compared with."""
+    target, method = made(tmp_path / "draft")
+    assert_replays(settings(target, method | {"num_speculative_tokens": 3}), 64)
+
+
 def test_hidden_states(tmp_path: Path) -> None:
     extraction = {
         "method": "extract_hidden_states",

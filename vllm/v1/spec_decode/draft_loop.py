@@ -139,6 +139,11 @@ class DraftLoop:
         self._progress.num_drafts.copy_(self._drafts[:-1, -1])
         return found[:, :count]
 
+    @property
+    def spare(self) -> Tensor:
+        """The row that drafts for padding go to."""
+        return self._drafts[-1:]
+
     def keep_none(self) -> None:
         """The next step of no row verifies any."""
         self._drafts.zero_()

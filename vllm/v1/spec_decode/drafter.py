@@ -99,6 +99,11 @@ class Drafter(ABC, Generic[S]):
         the target's layers run in a graph that needs none."""
         return ()
 
+    def unused(self, num_tokens: int) -> Sequence[Tensor]:
+        """Parts of the memory that it keeps, bound already, which nobody reads after a step of so
+        many tokens: rows of padding may leave anything in them."""
+        return ()
+
     # ---- start-up ------------------------------------------------------------------------------
 
     def build_model(self, target: nn.Module) -> nn.Module | None:

@@ -85,6 +85,10 @@ class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
         depth = 3 if self.vllm_config.scheduler_config.async_scheduling else 2
         self._next_ids = StagedArray((tokens,), torch.int64, self.device, depth)
 
+    def unused(self, num_tokens: int) -> Sequence[Tensor]:
+        assert self._hidden is not None
+        return *super().unused(num_tokens), self._hidden[num_tokens:]
+
     # ---- the step ------------------------------------------------------------------------------
 
     def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:

@@ -113,6 +113,9 @@ class LayerDrafter(Drafter[S], Generic[S]):
 
         return run
 
+    def unused(self, num_tokens: int) -> Sequence[Tensor]:
+        return (self.loop.spare,)
+
     # ---- the step ------------------------------------------------------------------------------
 
     def propose(self, step: DraftStep) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,7 +38,8 @@ class StepSize:
 class CheckedGraphSet(GraphSet):
     """Captures by recording. `rows`: how many rows of a result are real in the running step;
     `eager(size)`: makes what a replay is compared with (None: what was captured). `guarded`: memory
-    by name that a step of padding may not touch."""
+    by name that a step of padding may not touch. `unused()`: memory that holds nothing after the
+    running step."""
 
     def __init__(
         self,
@@ -52,12 +53,14 @@ class CheckedGraphSet(GraphSet):
         *,
         split: bool = False,
         eager: Callable[[int], Run] | None = None,
+        unused: Callable[[], Sequence[Tensor]] = tuple,
         graph: type[SimulatedGraph] = SimulatedGraph,
     ) -> None:
         super().__init__(sizes, prepare, _no_graph, split=split)
         self._graph = graph
         self._name, self._recorder, self._rows = name, recorder, rows
         self._counter, self._guarded, self._eager = counter, guarded, eager
+        self._unused = unused
         self._checked: dict[int, tuple[CheckedRun, Run]] = {}
 
     @property
@@ -92,7 +95,7 @@ class CheckedGraphSet(GraphSet):
     def replay(self, size: int) -> Tensor:
         checked, run = self._checked[size]
         self._counter[f"{self._name} of {size}"] += 1
-        result: Tensor = checked.step(run, self._rows())
+        result: Tensor = checked.step(run, self._rows(), self._unused())
         return result
 
 
@@ -121,6 +124,7 @@ class CheckedGraphs(StepGraphs):
             recorder=recorder,
             counter=size.replays,
             guarded=guarded,
+            unused=lambda: () if runner.drafter is None else runner.drafter.unused(size.tokens),
             graph=graph,
         )
         of_tokens = partial(checked, rows=lambda: size.tokens)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -126,10 +126,10 @@ class CheckedRun:
         self._pieces.replay()
         return rebuilt(self._output, Handle, Handle.open)
 
-    def step(self, run: Run, rows: int | None = None) -> Any:
+    def step(self, run: Run, rows: int | None = None, unused: Sequence[Tensor] = ()) -> Any:
         """Replay, then `run` on the same memory: launches, results and memory must be equal, bit
-        for bit, of results their first `rows` rows (None: all). Returns what `run` returned; the
-        memory is as it left it."""
+        for bit, of results their first `rows` rows (None: all), of memory what is not `unused`.
+        Returns what `run` returned; the memory is as it left it, and zero where it is `unused`."""
         trace, recorder = self.trace, self._recorder
         before = snapshot(trace.outside, recorder.frozen, recorder.before)
         failure, replayed = None, []
@@ -139,12 +139,14 @@ class CheckedRun:
         except NotReplayable as error:
             failure = error
             trace.give_up()
+        _clear(unused)
         after = snapshot(trace.outside, recorder.frozen, recorder.after)
         restore(trace.outside, before)
         breaks = recorder.breaks() if self._split else nullcontext()
         with filled_memory(), recorder.recording(undone=False) as now, breaks:
             recorder.begin_segment()
             result = run()
+        _clear(unused)
         found = differences(trace, now, recorder.origins)
         results = [_first(rows, t) for t in tensors_in(result)]
         others = [failure] if failure is not None else self._other_values(replayed, results, after)
@@ -219,6 +221,12 @@ def filled_memory() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned_only)
+
+
+def _clear(unused: Sequence[Tensor]) -> None:
+    """What rows of padding compute follows from what was in their memory before."""
+    for tensor in unused:
+        tensor.zero_()
 
 
 def _first(rows: int | None, tensor: Tensor) -> Tensor:
