@@ -5,7 +5,8 @@
 script) but for its beginning: it is forked
 from a process that has imported what programs of ours import, which takes seconds, and does nothing
 else. What a test says about imports, or about the first moments of a program, needs a fresh
-interpreter (`subprocess`).
+interpreter (`subprocess`). Programs that compile Triton kernels are forked from a process of their
+own: whether kernels are interpreted is decided when Triton is imported.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ _MODULES = (
 )
 #: read when a package is imported or Python starts: the same for all of them
 _FIXED = ("PYTHON", "OMP_", "MKL_", "TRITON_", "LD_")
+#: of these, what is read whenever it is needed
+_READ_LATE = "TRITON_CACHE_DIR"
+_INTERPRET = "TRITON_INTERPRET"
 _MAX_MESSAGE = 1 << 17
 
 
@@ -63,7 +67,7 @@ class ForkedPython:
         session: bool = False,
     ) -> None:
         environment = dict(os.environ if env is None else env)
-        origin = _origin()
+        origin = _origin(_INTERPRET in environment)
         origin.check(environment)
         self.returncode: int | None = None
         self._module = module
@@ -136,10 +140,12 @@ def run_python(
 
 
 class _Origin:
-    """The process that all of a test process are forked from; it ends with the test process."""
+    """A process that those of a test process are forked from; it ends with the test process."""
 
-    def __init__(self) -> None:
+    def __init__(self, interprets: bool) -> None:
         self._environment = dict(os.environ)
+        if not interprets:
+            self._environment.pop(_INTERPRET, None)
         self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
@@ -154,7 +160,9 @@ class _Origin:
         late = [
             name
             for name in environment.keys() | self._environment.keys()
-            if name.startswith(_FIXED) and environment.get(name) != self._environment.get(name)
+            if name.startswith(_FIXED)
+            and name != _READ_LATE
+            and environment.get(name) != self._environment.get(name)
         ]
         if late:
             raise ValueError(f"{', '.join(late)}: needs a fresh interpreter (subprocess)")
@@ -169,8 +177,8 @@ class _Origin:
 
 
 @functools.cache
-def _origin() -> _Origin:
-    origin = _Origin()
+def _origin(interprets: bool) -> _Origin:
+    origin = _Origin(interprets)
     atexit.register(origin.end)
     return origin
 
