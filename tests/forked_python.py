@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,6 +137,22 @@ def run_python(
     finally:
         process.kill()
     return subprocess.CompletedProcess([module, *arguments], process.wait(), out, err)
+
+
+@contextlib.contextmanager
+def talking_python(script: Path, code: str) -> Iterator[tuple[ForkedPython, IO[str]]]:
+    """A process that runs `code`, written to `script`, and what it prints, as it comes; the output
+    ends when every process that has it has. The process is killed at the end of the block."""
+    script.write_text(code)
+    reads, writes = os.pipe()
+    with open(reads) as output:
+        with open(writes, "w") as log:
+            process = ForkedPython(str(script), [], log)
+        try:
+            yield process, output
+        finally:
+            process.kill()
+            process.wait()
 
 
 class _Origin:
