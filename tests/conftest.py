@@ -19,6 +19,8 @@ os.environ["SSL_CERT_DIR"] = os.devnull
 
 #: of variables that a test leaves as they were
 _SETTINGS = ("VLLM_", "OMP_", "MKL_")
+#: what the collector looks through in a few milliseconds
+_MOST_OBJECTS = 20_000
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -102,6 +104,16 @@ def _own_settings_of_a_module() -> Iterator[None]:
     """What fixtures of the module change, which are made before those of its first test."""
     with _kept_settings():
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_look_through() -> Iterator[None]:
+    """What a module leaves behind, imported modules, parsed sources and caches, stays: every engine
+    that ends would look through all of it for garbage."""
+    yield
+    if len(gc.get_objects()) > _MOST_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@
 script) but for its beginning: it is forked
 from a process that has imported what programs of ours import, which takes seconds, and does nothing
 else. What a test says about imports, or about the first moments of a program, needs a fresh
-interpreter (`subprocess`).
+interpreter (`subprocess`). Programs that compile Triton kernels are forked from a process of their
+own: whether kernels are interpreted is decided when Triton is imported.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ import contextlib
 import functools
 import gc
 import importlib
+import json
 import os
 import pickle
 import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,7 +46,15 @@ _MODULES = (
 )
 #: read when a package is imported or Python starts: the same for all of them
 _FIXED = ("PYTHON", "OMP_", "MKL_", "TRITON_", "LD_")
+#: of these, what is read whenever it is needed
+_READ_LATE = "TRITON_CACHE_DIR"
+_INTERPRET = "TRITON_INTERPRET"
 _MAX_MESSAGE = 1 << 17
+#: the run that a test process is one of several of
+_RUN = "PYTEST_XDIST_TESTRUNUID"
+_LOOKS_EVERY_S = 0.05
+#: how long a process to fork from waits for who has started it
+_FIRST_S = 60.0
 
 
 class ForkedPython:
@@ -63,7 +74,7 @@ class ForkedPython:
         session: bool = False,
     ) -> None:
         environment = dict(os.environ if env is None else env)
-        origin = _origin()
+        origin = _origin(_INTERPRET in environment)
         origin.check(environment)
         self.returncode: int | None = None
         self._module = module
@@ -135,26 +146,68 @@ def run_python(
     return subprocess.CompletedProcess([module, *arguments], process.wait(), out, err)
 
 
-class _Origin:
-    """The process that all of a test process are forked from; it ends with the test process."""
+@contextlib.contextmanager
+def talking_python(script: Path, code: str) -> Iterator[tuple[ForkedPython, IO[str]]]:
+    """A process that runs `code`, written to `script`, and what it prints, as it comes; the output
+    ends when every process that has it has. The process is killed at the end of the block."""
+    script.write_text(code)
+    reads, writes = os.pipe()
+    with open(reads) as output:
+        with open(writes, "w") as log:
+            process = ForkedPython(str(script), [], log)
+        try:
+            yield process, output
+        finally:
+            process.kill()
+            process.wait()
 
-    def __init__(self) -> None:
+
+class _Origin:
+    """A process that those of a test process, and of the others of its run, are forked from. It
+    ends with the last of them."""
+
+    def __init__(self, interprets: bool) -> None:
+        kind = _INTERPRET if interprets else "compiled"
+        self._name = f"vllm-tests-{os.environ.get(_RUN, os.getpid())}-{kind}"
         self._environment = dict(os.environ)
-        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with other:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(other.fileno())],
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno()],
-                env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
+        if not interprets:
+            self._environment.pop(_INTERPRET, None)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = self._connected()
+
+    def _connected(self) -> socket.socket:
+        """Connected to it, once it has imported everything; whoever finds none starts one."""
+        while True:
+            found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with contextlib.suppress(ConnectionError):
+                found.connect(_address(self._name))
+                # Empty where it has ended instead of taking the connection.
+                if told := found.recv(_MAX_MESSAGE):
+                    self._environment = json.loads(told)
+                    return found
+            found.close()
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._started()
+            time.sleep(_LOOKS_EVERY_S)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.returncode != 0:
+            raise RuntimeError("the process that others are forked from does not start")
+        fixed = {name: v for name, v in self._environment.items() if name.startswith(_FIXED)}
+        return subprocess.Popen(
+            [sys.executable, "-m", __name__, self._name, json.dumps(fixed)],
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
 
     def check(self, environment: Mapping[str, str]) -> None:
         late = [
             name
             for name in environment.keys() | self._environment.keys()
-            if name.startswith(_FIXED) and environment.get(name) != self._environment.get(name)
+            if name.startswith(_FIXED)
+            and name != _READ_LATE
+            and environment.get(name) != self._environment.get(name)
         ]
         if late:
             raise ValueError(f"{', '.join(late)}: needs a fresh interpreter (subprocess)")
@@ -163,19 +216,25 @@ class _Origin:
         socket.send_fds(self._socket, [pickle.dumps(request)], files)
 
     def end(self) -> None:
-        """With the test process, which then has its processor time."""
+        """With the test process, which then has its processor time, where that is the only one."""
         self._socket.close()
-        self._process.wait()
+        if self._process is not None and _RUN not in os.environ:
+            self._process.wait()
 
 
 @functools.cache
-def _origin() -> _Origin:
-    origin = _Origin()
+def _origin(interprets: bool) -> _Origin:
+    origin = _Origin(interprets)
     atexit.register(origin.end)
     return origin
 
 
-def _await_request(requests: socket.socket) -> tuple[Any, list[int]] | None:
+def _address(name: str) -> str:
+    """Of no file: it is gone with the process that listens."""
+    return f"\0{name}"
+
+
+def _await_request(listener: socket.socket, greeting: bytes) -> tuple[Any, list[int]] | None:
     """In a new process, the request that it is for; None when there will be no more."""
     # SIGCHLD's number arrives in `ended`.
     ended, wake = socket.socketpair()
@@ -183,30 +242,50 @@ def _await_request(requests: socket.socket) -> tuple[Any, list[int]] | None:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     statuses: dict[int, int] = {}
+    clients: list[socket.socket] = []
     while True:
-        ready = select.select([requests, ended], [], [])[0]
+        # The first one may be gone before it has connected.
+        timeout_s = None if clients else _FIRST_S
+        ready = select.select([listener, ended, *clients], [], [], timeout_s)[0]
+        if not ready:
+            return None
         if ended in ready:
             ended.recv(4096)
             _report(statuses)
-        if requests not in ready:
-            continue
-        message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, 3)
-        if not message:
-            return None
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for inherited in (requests, ended, wake):
-                inherited.close()
-            for status in statuses.values():
-                os.close(status)
-            return pickle.loads(message), files
-        *logs, status = files
-        for log in logs:
-            os.close(log)
-        statuses[pid] = status
-        os.write(status, f"{pid}\n".encode())
+        if listener in ready:
+            client, _ = listener.accept()
+            if _user_of(client) == os.getuid():
+                client.send(greeting)
+                clients.append(client)
+        for client in [one for one in clients if one in ready]:
+            message, files, _, _ = socket.recv_fds(client, _MAX_MESSAGE, 3)
+            if not message:
+                client.close()
+                clients.remove(client)
+                if not clients:
+                    return None
+                continue
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for inherited in (listener, ended, wake, *clients):
+                    inherited.close()
+                for status in statuses.values():
+                    os.close(status)
+                return pickle.loads(message), files
+            *logs, status = files
+            for log in logs:
+                os.close(log)
+            statuses[pid] = status
+            os.write(status, f"{pid}\n".encode())
+
+
+def _user_of(client: socket.socket) -> int:
+    """What it sends is unpickled, so it must be of the same user."""
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, user, _ = struct.unpack("3i", peer)
+    return int(user)
 
 
 def _report(statuses: dict[int, int]) -> None:
@@ -247,14 +326,20 @@ def _become(request: Any, files: list[int]) -> None:
 
 
 def _main() -> None:
-    gc.disable()
-    for name in _MODULES:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
-        found = _await_request(requests)
+    name, fixed = sys.argv[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(_address(name))
+        except OSError:  # another test process has started one
+            return
+        listener.listen()
+        gc.disable()
+        for module in _MODULES:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        found = _await_request(listener, fixed.encode())
     if found is not None:
         _become(*found)
 

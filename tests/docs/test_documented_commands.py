@@ -179,6 +179,7 @@ def smoke_commands() -> list[Command]:
     return list({command.words: command for command in found}.values())
 
 
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("command", smoke_commands(), ids=lambda command: str(command)[:70])
 def test_command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

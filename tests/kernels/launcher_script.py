@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.runtime import driver
 
 from tests.kernels import no_gpu
@@ -95,6 +96,19 @@ def cases() -> list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
     return found
 
 
+def _count_hooks() -> list[str]:
+    """The kernels that Triton asks its hook about, from now on in this block."""
+    hook: Any = knobs.runtime.jit_cache_hook
+    asked: list[str] = []
+
+    def counted(**what: Any) -> bool:
+        asked.append(what["fn"].name)
+        return bool(hook(**what))
+
+    knobs.runtime.jit_cache_hook = counted
+    return asked
+
+
 def main() -> None:
     launchers = {scaled: Launcher(scaled), plain: Launcher(plain)}
     different = []
@@ -115,8 +129,12 @@ def main() -> None:
         plain[(1,)](buffer, BLOCK=8)
     kernels = {id(function) for function, _ in noted}
     with noted_launches() as waiting:
-        for _ in range(2):
+        asked = _count_hooks()
+        for _ in range(3):
             launchers[plain][(1,)](buffer.half(), BLOCK=8)
+            launchers[plain][(1,)](buffer.double(), BLOCK=8)
+    with noted_launches() as waiting_again:
+        launchers[plain][(1,)](buffer.half(), BLOCK=8)
     launchers[plain][(1,)](buffer.half(), BLOCK=8)
     errors = []
     try:
@@ -129,6 +147,8 @@ def main() -> None:
         "kernels of the other device": len(kernels),
         "streams": [launch[1][3] for launch in noted],
         "waiting": [one.kernel for one in waiting],
+        "waiting again": [one.kernel for one in waiting_again],
+        "asked": asked,
         "errors": errors,
     }
     json.dump(result, sys.stdout)

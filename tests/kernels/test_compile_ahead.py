@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
 from triton import knobs
 
+from tests.forked_python import run_python
 from tests.nightly import nightly
 from vllm.kernels.triton import compile_lock, compile_log, compiler_start
 from vllm.kernels.triton.compile_ahead import ParallelCompilation, Variant, prepare
@@ -29,9 +28,7 @@ from vllm.kernels.triton.compile_log import begin_launcher
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[2]
 FAMILIES = ("qwen3_5", "qwen3", "llama", "qwen3_5_moe", "deepseek_v4")
-PATH = (str(REPOSITORY), str(REPOSITORY / "tests"))
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +41,9 @@ def own_cache(tmp_path: Path) -> Iterator[None]:
 
 def run_compiled(script: str, *arguments: str, cache: Path) -> Any:
     """The JSON that a script of this directory prints, run with the compiler, not interpreted."""
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    path = Path(__file__).with_name(script)
-    done = subprocess.run(
-        [sys.executable, str(path), *arguments],
-        env={
-            **inherited,
-            "PYTHONPATH": os.pathsep.join(
-                [*PATH, *inherited.get("PYTHONPATH", "").split(os.pathsep)]
-            ),
-            "TRITON_CACHE_DIR": str(cache),
-        },
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = run_python(str(Path(__file__).with_name(script)), *arguments, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -21,7 +21,9 @@ def test_it_launches_what_triton_launches(tmp_path: Path) -> None:
     assert found["variants"] >= 15
     assert found["kernels of the other device"] == 1
     assert found["streams"] == [41] * 5
-    assert [name.rpartition(".")[2] for name in found["waiting"]] == ["plain"]
+    assert [name.rpartition(".")[2] for name in found["waiting"]] == ["plain"] * 2
+    assert found["asked"] == ["plain"] * 2, "noted once, and Triton is asked once for each"
+    assert [name.rpartition(".")[2] for name in found["waiting again"]] == ["plain"]
     assert found["errors"] == ["constant_first: constants must be its last parameters"]
 
 

@@ -53,6 +53,14 @@ def with_a_layer_of_each_kind(hf_config: Any) -> Any:
     return hf_config
 
 
+def noted_by(runner: Any, batches: Sequence[DummyBatch]) -> set[tuple[str, str]]:
+    """The kernels that steps of `batches` launch, with what they are compiled for."""
+    with noted_launches() as noted:
+        for batch in batches:
+            warm_up.run_batch(runner, batch, decode_known_tokens=True)
+    return {(one.kernel, one.specialization) for one in noted}
+
+
 def sweep(model: str, batches: Sequence[tuple[int, int, int]], all_layers: bool) -> dict[str, Any]:
     """The kernels that warm-up foresees, and the `batches` (sequences, tokens of each, context)
     that need others."""
@@ -75,16 +83,18 @@ def sweep(model: str, batches: Sequence[tuple[int, int, int]], all_layers: bool)
         foreseen = warm_up.note_kernels(runner)
         known = {(one.kernel, one.specialization) for one in foreseen}
         warm_up.bind_small_arena(runner)
-        for count, length, context in batches:
-            if count * length > MAX_TOKENS or length + context >= MAX_LEN:
-                continue
-            with noted_launches() as noted:
-                batch = DummyBatch(count, length, context, GREEDY)
-                warm_up.run_batch(runner, batch, decode_known_tokens=True)
-            for one in noted:
-                if (one.kernel, one.specialization) not in known:
-                    known.add((one.kernel, one.specialization))
-                    unforeseen.append(f"{one.kernel} for {count} x {length} after {context}")
+        dummies = [
+            DummyBatch(count, length, context, GREEDY)
+            for count, length, context in batches
+            if count * length <= MAX_TOKENS and length + context < MAX_LEN
+        ]
+        # Which batch it was is asked only where there is one.
+        if not noted_by(runner, dummies) <= known:
+            for dummy in dummies:
+                new = noted_by(runner, [dummy]) - known
+                known |= new
+                size = f"{dummy.count} x {dummy.length} after {dummy.context}"
+                unforeseen += [f"{kernel} for {size}" for kernel, _ in sorted(new)]
     return {
         "foreseen": [one.kernel for one in foreseen],
         "batches": len(batches),

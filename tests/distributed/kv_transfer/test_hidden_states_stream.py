@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from tests.distributed.kv_transfer.extraction_harness import (
     HIDDEN,
 )
 from tests.distributed.kv_transfer.test_hidden_states_ring import expect, make_rows
+from tests.forked_python import talking_python
 from vllm import hidden_states_stream
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_stream import RowStream
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.nixl_transport import NixlTransport
@@ -237,22 +235,17 @@ ENGINE = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_engine_that_is_killed(transport: str) -> None:
+def test_an_engine_that_is_killed(transport: str, tmp_path: Path) -> None:
     """In a process of its own, which is where its memory is."""
     code = ENGINE.replace("TRANSPORT", transport)
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = next(line for line in process.stdout if line.startswith("port"))
-            with RemoteRows(f"127.0.0.1:{line.split()[1]}") as reader:
-                expect(reader.get(60), 0, 6)
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-                with pytest.raises(StreamBroken, match="the engine has died"):
-                    reader.get(60)
-        finally:
+    with talking_python(tmp_path / "engine.py", code) as (process, output):
+        line = next(line for line in output if line.startswith("port"))
+        with RemoteRows(f"127.0.0.1:{line.split()[1]}") as reader:
+            expect(reader.get(60), 0, 6)
             process.kill()
+            process.wait()
+            with pytest.raises(StreamBroken, match="the engine has died"):
+                reader.get(60)
 
 
 @pytest.mark.parametrize(

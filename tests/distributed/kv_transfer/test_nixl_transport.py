@@ -6,16 +6,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked_python import talking_python
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.nixl_transport import NixlTransport
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.transport import Range
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import Deadline, PeerLost
@@ -48,21 +48,17 @@ def over_tcp() -> Iterator[None]:
 
 
 @contextmanager
-def peer() -> Iterator[tuple[subprocess.Popen[str], bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", PEER], stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert process.stdout is not None
-            line = next(line for line in process.stdout if line.startswith("described"))
-            yield process, bytes.fromhex(line.split()[1])
-        finally:
-            process.kill()
+def peer(folder: Path) -> Iterator[tuple[int, bytes]]:
+    """The process id of a peer, and its description."""
+    with talking_python(folder / "peer.py", PEER) as (process, output):
+        line = next(line for line in output if line.startswith("described"))
+        yield process.pid, bytes.fromhex(line.split()[1])
 
 
 @pytest.mark.parametrize("fate", [signal.SIGSTOP, signal.SIGKILL])
-def test_bytes_arrive_until_the_peer_goes_away(fate: signal.Signals) -> None:
+def test_bytes_arrive_until_the_peer_goes_away(fate: signal.Signals, tmp_path: Path) -> None:
     target = torch.zeros(SIZE, dtype=torch.uint8)
-    with peer() as (process, description):
+    with peer(tmp_path) as (pid, description):
         transport = NixlTransport("reader")
         transport.register(None, target)
         try:
@@ -70,7 +66,7 @@ def test_bytes_arrive_until_the_peer_goes_away(fate: signal.Signals) -> None:
             transport.read(name, [Range(800, 16, 80), Range(0, 400, 8)], Deadline(20))
             assert target[16:96].view(torch.int64).tolist() == list(range(100, 110))
             assert not target[400:408].any() and not target[96:400].any()
-            os.kill(process.pid, fate)
+            os.kill(pid, fate)
             began = time.monotonic()
             with pytest.raises(PeerLost):
                 while True:  # what was under way may still arrive

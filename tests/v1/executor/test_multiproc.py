@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import (
     END_S,
@@ -27,6 +28,7 @@ from tests.v1.executor.fake_worker import (
     step,
     wait_until,
 )
+from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor import local_workers, stationed
 from vllm.v1.executor.multiproc import MultiprocExecutor
@@ -65,6 +67,22 @@ def test_rank_0_answers_steps_and_all_answer_calls(start: Any) -> None:
     ]
     assert choice == "0"
     executor.check_health()
+
+
+def test_a_worker_that_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing but what is sent to it, pickled."""
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
+    executor = MultiprocExecutor(
+        EngineArgs(
+            str(tiny_model("llama")), distributed_executor_backend="mp", **settings
+        ).create_engine_config()
+    )
+    try:
+        (layers,) = executor.collective_rpc("get_kv_cache_spec")
+        assert len(layers) > 1
+    finally:
+        executor.shutdown()
 
 
 def test_the_last_pipeline_stage_answers_steps(start: Any) -> None:

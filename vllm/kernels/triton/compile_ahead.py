@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from triton import knobs
 
-from vllm.kernels.triton import compile_log
+from vllm.kernels.triton import compile_log, launcher
 from vllm.kernels.triton.compile_lock import compiling
 from vllm.kernels.triton.compiler_start import hash_compiler
 from vllm.logger import init_logger
@@ -55,7 +55,8 @@ def noted_launches() -> Iterator[list[Variant]]:
     knobs.runtime.jit_cache_hook = note
     variants: list[Variant] = []
     try:
-        yield variants
+        with launcher.noting():
+            yield variants
     finally:
         knobs.runtime.jit_cache_hook = earlier
         variants += noted.values()

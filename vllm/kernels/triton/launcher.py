@@ -8,7 +8,8 @@ the graphs of a step with prefills that is most of the host's time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -21,6 +22,20 @@ Grid = tuple[int, ...]
 
 _INT32 = 2**31
 _ALIGNMENT = 16
+#: the innermost block of `noting` that is open
+_block: object | None = None
+
+
+@contextmanager
+def noting() -> Iterator[None]:
+    """Inside the block launches of kernels that are not compiled are noted by a hook of Triton's.
+    Launchers ask it once for each variant, in every block anew."""
+    global _block
+    outer, _block = _block, object()
+    try:
+        yield
+    finally:
+        _block = outer
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,8 @@ class _CallForm:
     integers: list[int]
     valued: Callable[[tuple[Any, ...]], tuple[Any, ...]]
     compiled: dict[tuple[Hashable, ...], _Compiled] = field(default_factory=dict)
+    #: what was noted last in which block of `noting`
+    noted: dict[tuple[Hashable, ...], object] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], unspecialized: set[int]) -> _CallForm:
@@ -112,13 +129,17 @@ class Launcher:
             bits |= address
         if bits % _ALIGNMENT:
             key += [values[i] % _ALIGNMENT == 0 for i in form.tensors]
-        found = form.compiled.get(tuple(key))
+        variant = tuple(key)
+        found = form.compiled.get(variant)
         if found is not None:
             stream = driver.active.get_current_stream(device)
             found.kernel[grid](*values, *found.constants, stream=stream)
             return
+        if _block is not None and form.noted.get(variant) is _block:
+            return
         kernel = self.kernel[grid](*args, **constants)
-        # None: the launch was noted, not made.
         if kernel is not None:
             ordered = tuple(constants[name] for name in self._constants)
-            form.compiled[tuple(key)] = _Compiled(kernel, ordered)
+            form.compiled[variant] = _Compiled(kernel, ordered)
+        elif _block is not None:
+            form.noted[variant] = _block
