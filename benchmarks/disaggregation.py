@@ -80,11 +80,12 @@ class Row:
     prompt_ms: float
     fetched_ms: float
     transfer_ms: float
-    wait_ms: float
-    read_ms: float
-    seal_ms: float
     hit_ms: float
     computed_ms: float
+    #: parts of the transfer; of figures that are older than these, None
+    wait_ms: float | None = None
+    read_ms: float | None = None
+    seal_ms: float | None = None
     through: str = "host memory"
 
     @property
@@ -93,16 +94,30 @@ class Row:
         return (self.fetched_ms - self.transfer_ms) / self.hit_ms
 
 
+_PARTS = ("wait_ms", "read_ms", "seal_ms")
+#: fields of `Row` -> what a table calls them
+_COLUMNS = {
+    "prompt_ms": "prompt",
+    "fetched_ms": "fetched",
+    "transfer_ms": "of it transfer",
+    "wait_ms": "wait",
+    "read_ms": "read",
+    "seal_ms": "seal",
+    "hit_ms": "hit",
+    "computed_ms": "computed",
+}
+
+
 def table(rows: Sequence[Row]) -> str:
-    """One row per length, as Markdown."""
-    head = ["tokens", "prompt", "fetched", "of it transfer", "wait", "read", "seal"]
-    head += ["hit", "computed"]
-    head += ["after the transfer / hit", "same answers"]
+    """One row per length, as Markdown; the parts of transfers where they are known."""
+    named = dict(_COLUMNS)
+    for part in _PARTS:
+        if any(getattr(row, part) is None for row in rows):
+            del named[part]
+    head = ["tokens", *named.values(), "after the transfer / hit", "same answers"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        times = [row.prompt_ms, row.fetched_ms, row.transfer_ms, row.wait_ms, row.read_ms]
-        times += [row.seal_ms, row.hit_ms, row.computed_ms]
-        cells = [f"{row.length:,}", *(f"{ms:,.1f} ms" for ms in times)]
+        cells = [f"{row.length:,}", *(f"{getattr(row, name):,.1f} ms" for name in named)]
         cells += [f"{row.after_transfer:.2f}", f"{row.same} of {row.prompts}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

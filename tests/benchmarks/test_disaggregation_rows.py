@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.disaggregation import Times, make_parser, row_of, serve_command, table
+from benchmarks.disaggregation import Row, Times, make_parser, row_of, serve_command, table
 
 
 def test_a_row_has_the_medians() -> None:
@@ -20,6 +20,13 @@ def test_a_row_has_the_medians() -> None:
         "| 512 | 9.0 ms | 61.0 ms | 50.0 ms | 20.0 ms | 10.0 ms | 5.0 ms | 8.0 ms | 40.0 ms "
         "| 1.38 | 2 of 3 |"
     )
+
+
+def test_older_figures_have_no_parts() -> None:
+    row = Row(512, 3, 3, 9.0, 60.0, 50.0, 8.0, 40.0)
+    head, _, only = table([row]).splitlines()
+    assert "wait" not in head and head.count("|") == only.count("|") == 9
+    assert only == "| 512 | 9.0 ms | 60.0 ms | 50.0 ms | 8.0 ms | 40.0 ms | 1.25 | 3 of 3 |"
 
 
 def test_servers_hold_the_longest_prompt_and_its_answer() -> None:
