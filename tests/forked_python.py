@@ -16,14 +16,12 @@ import contextlib
 import functools
 import gc
 import importlib
-import json
 import os
 import pickle
 import runpy
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -50,11 +48,6 @@ _FIXED = ("PYTHON", "OMP_", "MKL_", "TRITON_", "LD_")
 _READ_LATE = "TRITON_CACHE_DIR"
 _INTERPRET = "TRITON_INTERPRET"
 _MAX_MESSAGE = 1 << 17
-#: the run that a test process is one of several of
-_RUN = "PYTEST_XDIST_TESTRUNUID"
-_LOOKS_EVERY_S = 0.05
-#: how long a process to fork from waits for who has started it
-_FIRST_S = 60.0
 
 
 class ForkedPython:
@@ -163,43 +156,21 @@ def talking_python(script: Path, code: str) -> Iterator[tuple[ForkedPython, IO[s
 
 
 class _Origin:
-    """A process that those of a test process, and of the others of its run, are forked from. It
-    ends with the last of them."""
+    """A process that those of a test process are forked from; it ends with the test process."""
 
     def __init__(self, interprets: bool) -> None:
-        kind = _INTERPRET if interprets else "compiled"
-        self._name = f"vllm-tests-{os.environ.get(_RUN, os.getpid())}-{kind}"
         self._environment = dict(os.environ)
         if not interprets:
             self._environment.pop(_INTERPRET, None)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._socket = self._connected()
-
-    def _connected(self) -> socket.socket:
-        """Connected to it, once it has imported everything; whoever finds none starts one."""
-        while True:
-            found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with contextlib.suppress(ConnectionError):
-                found.connect(_address(self._name))
-                # Empty where it has ended instead of taking the connection.
-                if told := found.recv(_MAX_MESSAGE):
-                    self._environment = json.loads(told)
-                    return found
-            found.close()
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._started()
-            time.sleep(_LOOKS_EVERY_S)
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.returncode != 0:
-            raise RuntimeError("the process that others are forked from does not start")
-        fixed = {name: v for name, v in self._environment.items() if name.startswith(_FIXED)}
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__, self._name, json.dumps(fixed)],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(other.fileno())],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+                env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
 
     def check(self, environment: Mapping[str, str]) -> None:
         late = [
@@ -216,10 +187,9 @@ class _Origin:
         socket.send_fds(self._socket, [pickle.dumps(request)], files)
 
     def end(self) -> None:
-        """With the test process, which then has its processor time, where that is the only one."""
+        """With the test process, which then has its processor time."""
         self._socket.close()
-        if self._process is not None and _RUN not in os.environ:
-            self._process.wait()
+        self._process.wait()
 
 
 @functools.cache
@@ -229,12 +199,7 @@ def _origin(interprets: bool) -> _Origin:
     return origin
 
 
-def _address(name: str) -> str:
-    """Of no file: it is gone with the process that listens."""
-    return f"\0{name}"
-
-
-def _await_request(listener: socket.socket, greeting: bytes) -> tuple[Any, list[int]] | None:
+def _await_request(requests: socket.socket) -> tuple[Any, list[int]] | None:
     """In a new process, the request that it is for; None when there will be no more."""
     # SIGCHLD's number arrives in `ended`.
     ended, wake = socket.socketpair()
@@ -242,50 +207,30 @@ def _await_request(listener: socket.socket, greeting: bytes) -> tuple[Any, list[
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     statuses: dict[int, int] = {}
-    clients: list[socket.socket] = []
     while True:
-        # The first one may be gone before it has connected.
-        timeout_s = None if clients else _FIRST_S
-        ready = select.select([listener, ended, *clients], [], [], timeout_s)[0]
-        if not ready:
-            return None
+        ready = select.select([requests, ended], [], [])[0]
         if ended in ready:
             ended.recv(4096)
             _report(statuses)
-        if listener in ready:
-            client, _ = listener.accept()
-            if _user_of(client) == os.getuid():
-                client.send(greeting)
-                clients.append(client)
-        for client in [one for one in clients if one in ready]:
-            message, files, _, _ = socket.recv_fds(client, _MAX_MESSAGE, 3)
-            if not message:
-                client.close()
-                clients.remove(client)
-                if not clients:
-                    return None
-                continue
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for inherited in (listener, ended, wake, *clients):
-                    inherited.close()
-                for status in statuses.values():
-                    os.close(status)
-                return pickle.loads(message), files
-            *logs, status = files
-            for log in logs:
-                os.close(log)
-            statuses[pid] = status
-            os.write(status, f"{pid}\n".encode())
-
-
-def _user_of(client: socket.socket) -> int:
-    """What it sends is unpickled, so it must be of the same user."""
-    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, user, _ = struct.unpack("3i", peer)
-    return int(user)
+        if requests not in ready:
+            continue
+        message, files, _, _ = socket.recv_fds(requests, _MAX_MESSAGE, 3)
+        if not message:
+            return None
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for inherited in (requests, ended, wake):
+                inherited.close()
+            for status in statuses.values():
+                os.close(status)
+            return pickle.loads(message), files
+        *logs, status = files
+        for log in logs:
+            os.close(log)
+        statuses[pid] = status
+        os.write(status, f"{pid}\n".encode())
 
 
 def _report(statuses: dict[int, int]) -> None:
@@ -326,20 +271,14 @@ def _become(request: Any, files: list[int]) -> None:
 
 
 def _main() -> None:
-    name, fixed = sys.argv[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        try:
-            listener.bind(_address(name))
-        except OSError:  # another test process has started one
-            return
-        listener.listen()
-        gc.disable()
-        for module in _MODULES:
-            importlib.import_module(module)
-        gc.collect()
-        gc.freeze()
-        gc.enable()
-        found = _await_request(listener, fixed.encode())
+    gc.disable()
+    for name in _MODULES:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        found = _await_request(requests)
     if found is not None:
         _become(*found)
 
