@@ -152,7 +152,10 @@ def test_experts_of_a_drafter_move_too(engine: Callable[..., LLM], tmp_path: Pat
     for output in generate(llm, prompts((5, 90, 33)), 24):
         assert_equals_reference(output, target, 24)
     layers = llm.collective_rpc("expert_balancedness")[0]
-    assert len(layers) == 4 + 3 and all(before < after for before, after in layers.values())
+    # Where copies follow the window's tokens already, none moves.
+    assert len(layers) == 4 + 3 and all(before <= after for before, after in layers.values())
+    moved = [name for name, (before, after) in layers.items() if before < after]
+    assert {name.startswith("model.") for name in moved} == {True, False}, layers
 
 
 def test_bits_do_not_depend_on_the_batch(engine: Callable[..., LLM], tmp_path: Path) -> None:
