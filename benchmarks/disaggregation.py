@@ -94,7 +94,6 @@ class Row:
         return (self.fetched_ms - self.transfer_ms) / self.hit_ms
 
 
-_PARTS = ("wait_ms", "read_ms", "seal_ms")
 #: fields of `Row` -> what a table calls them
 _COLUMNS = {
     "prompt_ms": "prompt",
@@ -110,10 +109,11 @@ _COLUMNS = {
 
 def table(rows: Sequence[Row]) -> str:
     """One row per length, as Markdown; the parts of transfers where they are known."""
-    named = dict(_COLUMNS)
-    for part in _PARTS:
-        if any(getattr(row, part) is None for row in rows):
-            del named[part]
+    named = {
+        name: title
+        for name, title in _COLUMNS.items()
+        if all(getattr(row, name) is not None for row in rows)
+    }
     head = ["tokens", *named.values(), "after the transfer / hit", "same answers"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:

@@ -94,9 +94,8 @@ class BlockCopies:
         allow."""
         size, stride = held.shape[1], self.plan.block_stride(group)
         arena = self._arena
-        at = size, stride, held.data_ptr(), arena.data_ptr()
+        at = size, stride, len(arena), held.data_ptr(), arena.data_ptr()
         if all(number % _WORD.itemsize == 0 for number in at):
-            whole = len(arena) // _WORD.itemsize * _WORD.itemsize
-            arena = arena[:whole].view(_WORD)
+            arena = arena.view(_WORD)
         size, stride = size // arena.itemsize, stride // arena.itemsize
-        return arena.as_strided(((len(arena) - size) // stride + 1, size), (stride, 1))
+        return arena.as_strided((self.plan.num_blocks(group), size), (stride, 1))
