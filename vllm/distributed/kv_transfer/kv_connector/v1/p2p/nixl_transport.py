@@ -89,8 +89,7 @@ class NixlTransport(Transport):
     def connect(self, address: Address, description: bytes) -> str:
         name, metadata, start, device_id = msgspec.msgpack.decode(description)
         if self._device is not None:
-            # Without a context UCX finds that the peer's GPU cannot be reached, and for as long as
-            # it knows the peer sends everything through host memory.
+            # UCX asks this thread's context how it can reach the memory that it hears of here.
             _make_current(self._device)
         with self._lock:
             if name != self._name:  # an engine may be its own peer
