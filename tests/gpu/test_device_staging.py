@@ -9,6 +9,7 @@ import torch
 from vllm._extension import CUDA_LIBRARY
 from vllm.distributed.kv_transfer.kv_connector.v1 import seal
 from vllm.distributed.kv_transfer.kv_connector.v1.device_seal import DeviceSealer
+from vllm.distributed.kv_transfer.kv_connector.v1.p2p import copies as copies_module
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import (
     BlockCopies,
     parts,
@@ -116,8 +117,13 @@ def test_spans_are_checked(spans: list[tuple[int, int]], message: str) -> None:
         DeviceSealer(CUDA, 1000, 240)
 
 
-def test_blocks_pass_through_the_device_as_through_the_host() -> None:
-    """Out of one arena and into another: segments, digests and blocks are equal bit by bit."""
+@pytest.mark.parametrize("bounce_bytes", [copies_module._BOUNCE_BYTES, 2 * 1280, 1])
+def test_blocks_pass_through_the_device_as_through_the_host(
+    monkeypatch: pytest.MonkeyPatch, bounce_bytes: int
+) -> None:
+    """Out of one arena and into another: segments, digests and blocks are equal bit by bit,
+    however few blocks at a time pass through the device on their way to the host."""
+    monkeypatch.setattr(copies_module, "_BOUNCE_BYTES", bounce_bytes)
     groups = (GroupPlan(1, 5000, {}), GroupPlan(4, 1280, {}))  # the first with padding
     plan = ArenaPlan(5120, 40, groups)
     there = torch.randint(256, (40 * 5120,), dtype=torch.uint8, device=CUDA)

@@ -5,7 +5,7 @@ Copies run on two side streams, one per direction; whoever calls waits for them,
 thread that may wait. The memory is registered with the transport once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from vllm.v1.kv_cache_interface import ArenaPlan
 
 #: what is copied at a time where bytes are so aligned
 _WORD = torch.int64
+#: of the arena's device, at a time, where the segment lies elsewhere
+_BOUNCE_BYTES = 2**24
 #: group, block, bytes from the segment's start, bytes
 Part = tuple[int, int, int, int]
 
@@ -72,12 +74,23 @@ class BlockCopies:
             for group, blocks, held in self._held(places, segment):
                 lying = self._lying(group, held)
                 chosen = torch.tensor(blocks, device=lying.device)
-                if to_staging:
-                    torch.index_select(lying, 0, chosen, out=held.view(lying.dtype))
-                else:
-                    lying.index_copy_(0, chosen, held.view(lying.dtype))
+                for some, part in self._pieces(lying, chosen, held.view(lying.dtype)):
+                    if not to_staging:
+                        lying.index_copy_(0, some, part.to(lying.device, non_blocking=True))
+                    elif part.device == lying.device:
+                        torch.index_select(lying, 0, some, out=part)
+                    else:
+                        part.copy_(lying[some], non_blocking=True)
             if stream is not None:
                 stream.synchronize()
+
+    @staticmethod
+    def _pieces(lying: Tensor, chosen: Tensor, held: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+        """`chosen` and `held`, at most so many blocks at a time as may pass through the device."""
+        if held.device == lying.device:
+            return [(chosen, held)]
+        count = max(1, _BOUNCE_BYTES // (held.shape[1] * held.itemsize))
+        return zip(chosen.split(count), held.split(count), strict=True)
 
     def _held(self, places: Places, segment: Tensor) -> Iterator[tuple[int, list[int], Tensor]]:
         """Groups that have blocks, these, and their part of a segment, `uint8 [blocks, bytes]`."""
