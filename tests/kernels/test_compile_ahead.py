@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,6 +231,27 @@ def test_a_kernel_that_is_compiled_by_its_launch_loads_its_launcher(
     assert begin_launcher({"y": "*fp32"}) == ahead
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_launchers_that_were_loaded_before_anyone_listened_may_be_any(
+    monkeypatch: pytest.MonkeyPatch, used: bool
+) -> None:
+    """All are loaded by the thread that waits, when no other thread loads one."""
+    kernels = _kernels(monkeypatch)
+    monkeypatch.setattr(compile_log, "_compilations", [])
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delitem(sys.modules, "__triton_launcher", raising=False)
+    if used:
+        monkeypatch.setitem(sys.modules, "__triton_launcher", ModuleType("__triton_launcher"))
+    compile_log.install.cache_clear()
+    variants = [Variant("kernel", what, kernels.compile) for what in ("a*fp32", "bfp64", "ci64")]
+    ParallelCompilation(variants, torch.device("cuda")).wait()
+    assert sorted(kernels.loaded) == ["a*fp32", "bfp64", "ci64"]
+    here = [name == threading.current_thread().name for name in kernels.threads]
+    assert here == [used] * 3
+    compile_log.install.cache_clear()
+
+
 class _Kernels:
     """Kernels of one argument, whose type follows the first letter of their specialisation."""
 
@@ -255,6 +277,7 @@ class _Kernel:
 
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> _Kernels:
     monkeypatch.setattr(compile_log, "_begun", set())
+    monkeypatch.setattr(compile_log, "_loaded_unseen", False)
     return _Kernels()
 
 

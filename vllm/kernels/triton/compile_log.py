@@ -5,9 +5,11 @@ A step must never add to either. Triton makes a kernel's launcher an extension m
 them have one name. When such a module is loaded again, for another kernel with arguments of the
 same types, Python puts it into the module object of that name that was made last, whoever is still
 about to read that one: a kernel would get another's launcher. Different launchers may be loaded at
-once, each for the first time.
+once, each for the first time. In a process that used kernels before `install`, nobody knows which
+would be loaded for the first time, and they are loaded one after another.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,10 +34,13 @@ class Compilation:
 
 
 _CONSTANT = "constexpr"
+_LAUNCHER_MODULE = "__triton_launcher"
 _SAME_IN_C = {"i1": "i8", "u1": "u8", "f32": "fp32"}
 
 _compilations: list[Compilation] = []
 _begun: set[tuple[str, ...]] = set()
+#: Triton loaded launchers before anyone listened
+_loaded_unseen = False
 _lock = threading.Lock()
 _ahead_done = threading.Condition()
 _ahead_left = 0
@@ -45,6 +50,8 @@ _thread = threading.local()
 @cache
 def install() -> None:
     """Listen to Triton from now on, beside whatever listens already."""
+    global _loaded_unseen
+    _loaded_unseen = _LAUNCHER_MODULE in sys.modules
     earlier: Callable[..., None] | None = knobs.compilation.listener
 
     def listen(**event: Any) -> None:
@@ -107,8 +114,8 @@ def compiled() -> list[str]:
 
 
 def begin_launcher(signature: Mapping[Any, Any]) -> bool:
-    """Whether nobody in this process has begun to load the launcher of a kernel with these types of
-    arguments; from now on somebody has.
+    """Whether nobody in this process can have begun to load the launcher of a kernel with these
+    types of arguments; from now on somebody has.
 
     Constants are no arguments of a launcher, and it is the same for pointers to anything. Types
     that this takes for equal may differ: then a launcher is loaded later than it could be.
@@ -117,7 +124,7 @@ def begin_launcher(signature: Mapping[Any, Any]) -> bool:
     with _lock:
         first = types not in _begun
         _begun.add(types)
-    return first
+    return first and not _loaded_unseen
 
 
 def launcher_types(signature: Mapping[Any, Any]) -> tuple[str, ...]:
