@@ -3,7 +3,7 @@
 #include <stdexcept>
 
 #include "decode_attention.h"
-#include "stable.h"
+#include "paged_tensors.h"
 
 namespace vllm_cuda {
 
@@ -40,16 +40,6 @@ void check_cache(const Sizes& s, const Tensor& cache) {
        " dense and at 16 bytes");
 }
 
-void check_lengths(const Sizes& s, const Tensor& table, const Tensor& lens, const Tensor& starts) {
-  need(table.is_cuda() && table.scalar_type() == kInt && table.dim() == 2 &&
-           table.size(0) == s.num_seqs && table.stride(1) == 1,
-       "block_table", table, "be int32 [sequences, blocks]");
-  need(is(lens, kInt, {s.num_seqs}) && lens.is_contiguous(), "seq_lens", lens,
-       "be int32 [sequences]");
-  need(is(starts, kInt, {s.num_seqs + 1}) && starts.is_contiguous(), "query_start_loc", starts,
-       "be int32 [sequences + 1]");
-}
-
 void check_shares(const Sizes& s, int64_t splits, const Tensor& part, const Tensor& lse,
                   const Tensor& arrived) {
   constexpr auto f32 = ScalarType::Float;
@@ -84,7 +74,7 @@ void decode_attention(
   check_rows(s, "out", out);
   if (gate) check_rows(s, "gate", *gate);
   check_cache(s, kv_cache);
-  check_lengths(s, block_table, seq_lens, query_start_loc);
+  check_lengths(s.num_seqs, block_table, seq_lens, query_start_loc);
   if (splits > 1) {
     if (!part || !lse || !arrived) throw std::runtime_error("vllm_cuda: shares need memory");
     check_shares(s, splits, *part, *lse, *arrived);

@@ -3,13 +3,12 @@
 #include <stdexcept>
 
 #include "latent_attention.h"
-#include "stable.h"
+#include "paged_tensors.h"
 
 namespace vllm_cuda {
 
 namespace {
 
-constexpr auto kInt = ScalarType::Int;
 constexpr auto kBf16 = ScalarType::BFloat16;
 
 // Whether rows of adjacent elements lie at multiples of 16 bytes.
@@ -17,22 +16,11 @@ bool at_16_bytes(const Tensor& rows) {
   return rows.stride(2) == 1 && rows.stride(0) % 8 == 0 && rows.stride(1) % 8 == 0 && aligned(rows);
 }
 
-void check_lengths(int64_t num_seqs, const Tensor& table, const Tensor& lens,
-                   const Tensor& starts) {
-  need(table.is_cuda() && table.scalar_type() == kInt && table.dim() == 2 &&
-           table.size(0) == num_seqs && table.stride(1) == 1,
-       "block_table", table, "be int32 [sequences, blocks]");
-  need(is(lens, kInt, {num_seqs}) && lens.is_contiguous(), "seq_lens", lens,
-       "be int32 [sequences]");
-  need(is(starts, kInt, {num_seqs + 1}) && starts.is_contiguous(), "query_start_loc", starts,
-       "be int32 [sequences + 1]");
-}
-
 void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& cache,
                       const Tensor& block_table, const Tensor& seq_lens,
                       const Tensor& query_start_loc, const Tensor& out, OptTensor part,
-                      OptTensor lse, int64_t max_query_len, int64_t splits, int64_t split_keys,
-                      double scale) {
+                      OptTensor lse, int64_t max_query_len, int64_t rows, int64_t splits,
+                      int64_t split_keys, double scale) {
   if (query.dim() != 3) reject("query", query, "be [heads, tokens, 512]");
   const int64_t heads = query.size(0), tokens = query.size(1), num_seqs = seq_lens.size(0);
   need(is(query, kBf16, {heads, tokens, kLatentDims}) && at_16_bytes(query), "query", query,
@@ -51,6 +39,7 @@ void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& c
   if (splits < 1 || split_keys < 1 || max_query_len < 1) {
     throw std::runtime_error("vllm_cuda: shares and queries have at least one key and token");
   }
+  if (rows != 16 && rows != 32) throw std::runtime_error("vllm_cuda: tiles have 16 or 32 rows");
   if (splits > 1) {
     if (!part || !lse) throw std::runtime_error("vllm_cuda: shares need memory");
     constexpr auto f32 = ScalarType::Float;
@@ -61,8 +50,8 @@ void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& c
   }
   if (tokens == 0 || num_seqs == 0) return;
   LatentAttentionLaunch launch{};
-  launch.rows = heads * max_query_len <= 16 ? 16 : 32;
-  const int64_t tiles = (heads * max_query_len + launch.rows - 1) / launch.rows;
+  launch.rows = static_cast<int>(rows);
+  const int64_t tiles = (heads * max_query_len + rows - 1) / rows;
   if (num_seqs * splits * tiles >= int64_t{1} << 30) {
     throw std::runtime_error("vllm_cuda: so many shares are not supported");
   }
@@ -109,7 +98,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
       "latent_attention(Tensor query, Tensor shared, Tensor cache, Tensor block_table,"
       " Tensor seq_lens, Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? part,"
-      " Tensor(c!)? lse, int max_query_len, int splits, int split_keys, float scale) -> ()");
+      " Tensor(c!)? lse, int max_query_len, int rows, int splits, int split_keys, float scale) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {

@@ -2,8 +2,8 @@
 // torch.ops.vllm_cuda: attention of long queries over the paged cache.
 #include <stdexcept>
 
+#include "paged_tensors.h"
 #include "prefill_attention.h"
-#include "stable.h"
 
 namespace vllm_cuda {
 
@@ -35,21 +35,6 @@ void check_cache(const Tensor& cache, int64_t heads, int64_t head_dim) {
        " head dim], its blocks dense and at 16 bytes");
 }
 
-void check_ints(const char* name, const Tensor& x, int64_t entries) {
-  need(x.is_cuda() && x.scalar_type() == kInt && x.dim() == 1 && x.size(0) == entries &&
-           x.is_contiguous(),
-       name, x, "be dense int32, an entry per sequence (and one more of query_start_loc)");
-}
-
-void check_batch(const Tensor& table, const Tensor& lens, const Tensor& starts) {
-  const int64_t num_seqs = lens.size(0);
-  need(table.is_cuda() && table.scalar_type() == kInt && table.dim() == 2 &&
-           table.size(0) == num_seqs && table.stride(1) == 1,
-       "block_table", table, "be int32 [sequences, blocks]");
-  check_ints("seq_lens", lens, num_seqs);
-  check_ints("query_start_loc", starts, num_seqs + 1);
-}
-
 void prefill_attention(const Tensor& query, const Tensor& kv_cache, const Tensor& block_table,
                        const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& out,
                        OptTensor gate, OptTensor sinks, const Tensor& counter, int64_t window,
@@ -61,7 +46,7 @@ void prefill_attention(const Tensor& query, const Tensor& kv_cache, const Tensor
   check_rows(query, "out", out);
   if (gate) check_rows(query, "gate", *gate);
   check_cache(kv_cache, heads, head_dim);
-  check_batch(block_table, seq_lens, query_start_loc);
+  check_lengths(seq_lens.size(0), block_table, seq_lens, query_start_loc);
   need(counter.is_cuda() && counter.scalar_type() == kInt && counter.numel() == 1, "counter",
        counter, "be one int32");
   if (sinks) {

@@ -68,7 +68,8 @@ def num_shares(tiles: int, max_seq_len: int, row_numbers: int, chip: int) -> int
 def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
     """As `triton.attend_to_latents`."""
     rows = p.max_query_len * p.num_heads
-    tiles = p.num_seqs * cdiv(rows, FEW_ROWS if rows <= FEW_ROWS else MANY_ROWS)
+    tile_rows = FEW_ROWS if rows <= FEW_ROWS else MANY_ROWS
+    tiles = p.num_seqs * cdiv(rows, tile_rows)
     chip = device_configs(query.device).multiprocessors
     splits = num_shares(tiles, p.max_seq_len, p.num_tokens * p.num_heads * LATENT, chip)
     out = torch.empty_like(query)
@@ -84,6 +85,7 @@ def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
         part,
         lse,
         p.max_query_len,
+        tile_rows,
         splits,
         SHARE_KEYS,
         p.scale * LOG2_E,
