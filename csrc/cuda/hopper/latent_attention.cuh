@@ -3,9 +3,9 @@
 // rows of a sequence's query, its tokens times heads, share every tile of keys that is read.
 //
 // Products are transposed: scores are [keys, rows] and outputs [dims, rows], so that the few rows
-// are the narrow side of a tensor core's product and none is wasted. Each warpgroup of a block of
-// threads adds up half the dims of all scores of a tile, adds the other's half, and computes half the
-// dims of the output; a warp streams tiles ahead of them, across shares. Online softmax as in FlashAttention-2 (arXiv 2307.08691, algorithm
+// are the narrow side of a tensor core's product and none is wasted. Both warpgroups of a block of
+// threads compute all scores of a tile, and half the dims of the output each; a warp streams tiles
+// ahead of them, across shares. Online softmax as in FlashAttention-2 (arXiv 2307.08691, algorithm
 // 1). The shares of a sequence follow from its length and host integers, and all sums are in a
 // fixed order: a row's bits do not depend on which block of threads computes it.
 #pragma once
@@ -26,20 +26,16 @@ constexpr int kChunks = (kLatentDims + kLatentShared) / 64, kValueChunks = kLate
 constexpr int kChunkBytes = kKeys * kTileRowBytes, kTileBytes = kChunks * kChunkBytes;
 constexpr int kStages = 2, kGroups = 2, kWarps = 4 * kGroups, kComputing = 32 * kWarps;
 constexpr int kThreads = kComputing + 32;
-constexpr int kOwnChunks = kValueChunks / kGroups;  // of values, a warpgroup's
-constexpr int kOwnSteps = 4 / kGroups;              // of the shared chunk's four, a warpgroup's
+constexpr int kOwnChunks = kValueChunks / kGroups;  // of the output, a warpgroup's
 
 // Shared memory: the ring of tiles, the query and each warpgroup's weights, all in chunks of 64
-// columns as products take them, each warpgroup's part of the scores of a tile and of the one before
-// it, what warps tell each other of each row, barriers.
+// columns as products take them, what warps tell each other of each row, barriers.
 template <int ROWS>
 struct Memory {
   static constexpr int kQueryChunk = ROWS * kTileRowBytes;
   static constexpr int kQuery = kStages * kTileBytes;
   static constexpr int kWeights = kQuery + kChunks * kQueryChunk;
-  static constexpr int kParts = kWeights + kGroups * kQueryChunk;
-  static constexpr int kPart = 4 * 128 * (ROWS / 2);
-  static constexpr int kTold = kParts + 2 * kGroups * kPart;
+  static constexpr int kTold = kWeights + kGroups * kQueryChunk;
   static constexpr int kBarriers = kTold + 4 * kWarps * ROWS;
   static constexpr int kBytes = kBarriers + 16 * kStages;
 };
@@ -103,7 +99,6 @@ struct Computing {
   char* shared;
   float out[kOwnChunks][ROWS / 2];
   float peak[kColumns], total[kColumns];
-  int odd = 0;  // of the tile
 
   __device__ Computing(const LatentAttentionArgs& args_, char* shared_)
       : args(args_), shared(shared_) {}
@@ -185,44 +180,21 @@ struct Computing {
     add_values(tile);
   }
 
-  __device__ void multiply_keys(float (&score)[ROWS / 2], const char* tile) {
+  __device__ void multiply_keys(float (&score)[ROWS / 2], const char* tile) const {
     const uint64_t keys = tile_descriptor(tile);
     const uint64_t query = tile_descriptor(shared + Mem::kQuery);
-    const int first = group() * kOwnChunks, shared_step = group() * kOwnSteps;
     products_fence();
 #pragma unroll
-    for (int i = 0; i < kOwnChunks; ++i)
+    for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        product<0, 0>(score, advance(keys, (first + i) * kChunkBytes + 32 * step),
-                      advance(query, (first + i) * Mem::kQueryChunk + 32 * step), i + step > 0);
-#pragma unroll
-    for (int step = 0; step < kOwnSteps; ++step)
-      product<0, 0>(score,
-                    advance(keys, kValueChunks * kChunkBytes + 32 * (shared_step + step)),
-                    advance(query, kValueChunks * Mem::kQueryChunk + 32 * (shared_step + step)), 1);
+        product<0, 0>(score, advance(keys, chunk * kChunkBytes + 32 * step),
+                      advance(query, chunk * Mem::kQueryChunk + 32 * step),
+                      chunk + step > 0);
     products_commit();
     products_wait<0>(score);
-    exchange(score);
 #pragma unroll
     for (int i = 0; i < ROWS / 2; ++i) score[i] *= args.scale;
-  }
-
-  // Adds the other warpgroup's part. Whoever leaves a part where that of two tiles ago was has met
-  // the other at the tile between, which has read it by then.
-  __device__ void exchange(float (&score)[ROWS / 2]) {
-    const auto part_of = [&](int group) {
-      char* parts = shared + Mem::kParts + (odd * kGroups + group) * Mem::kPart;
-      return reinterpret_cast<float*>(parts) + threadIdx.x % 128;
-    };
-    float* own = part_of(group());
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) own[128 * i] = score[i];
-    consumers_sync<kComputing>();
-    const float* other = part_of(1 - group());
-#pragma unroll
-    for (int i = 0; i < ROWS / 2; ++i) score[i] += other[128 * i];
-    odd ^= 1;
   }
 
   __device__ void mask(float (&score)[ROWS / 2], const Share& share, int start) const {
