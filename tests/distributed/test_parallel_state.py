@@ -126,6 +126,21 @@ def test_nothing_is_bound_on_a_cpu(asked: _Torch) -> None:
     assert set(asked.bound.values()) == {None} and asked.current is None
 
 
+def test_a_world_is_split_once(asked: _Torch) -> None:
+    """The file through which processes met is gone by then."""
+    _join(tp=2, pp=2, rank=3)
+    groups = parallel_state.get_tp_group(), parallel_state.get_pp_group()
+    back = parallel_state.get_pp_back_group()
+    asked.bound.clear()
+    parallel_state.initialize_model_parallel(2, 2)
+    assert not asked.bound
+    assert (parallel_state.get_tp_group(), parallel_state.get_pp_group()) == groups
+    assert parallel_state.get_pp_back_group() is back
+    parallel_state.initialize_model_parallel(1, 4)
+    assert set(asked.bound) == {(0, 1, 2, 3)}, "another split has groups of its own"
+    assert parallel_state.get_pp_group().ranks == (0, 1, 2, 3)
+
+
 def _scatter(rank: int, folder: Path) -> None:
     parallel_state.init_distributed_environment(3, rank, f"file://{folder}/store", backend="gloo")
     parallel_state.initialize_model_parallel(3)

@@ -166,7 +166,8 @@ class _Groups:
     pp: GroupCoordinator = _SOLO
     pp_back: GroupCoordinator = _SOLO
     dp: GroupCoordinator = _SOLO
-    initialized: bool = False
+    #: of the world, of tensor-parallel groups and of pipelines, once there are groups inside
+    sizes: tuple[int, int, int] | None = None
     #: where this process's collectives run
     device: torch.device = torch.device("cpu")
     #: see `without_communication`
@@ -220,11 +221,15 @@ def initialize_model_parallel(
     """Split the world: consecutive ranks share a tensor-parallel group, strided ones a pipeline.
 
     A world of several times as many ranks is as many replicas, one after the other; ranks of the
-    same place in theirs are a group, too. Raises ValueError when the sizes do not divide the world.
+    same place in theirs are a group, too. A world that is split like this already keeps its groups.
+    Raises ValueError when the sizes do not divide the world.
     """
     world = _groups.world
     tp, pp = tensor_model_parallel_size, pipeline_model_parallel_size
     ensure_divisibility(world.world_size, tp * pp)
+    sizes = world.world_size, tp, pp
+    if _groups.sizes == sizes:
+        return
     rows = [range(i, i + tp) for i in range(0, world.world_size, tp)]
     _groups.tp = _own_group(rows, has_collectives=True)
     span = tp * pp
@@ -238,7 +243,7 @@ def initialize_model_parallel(
     _groups.pp_back = _own_group(columns, own_channels=True)
     peers = [range(place, world.world_size, span) for place in range(span)]
     _groups.dp = _own_group(peers, has_collectives=True)
-    _groups.initialized = True
+    _groups.sizes = sizes
 
 
 def share_memory(timeout_s: int | None = None) -> None:
@@ -246,7 +251,7 @@ def share_memory(timeout_s: int | None = None) -> None:
     they can. `timeout_s`: longest wait of such a sum, NCCL's own for None. All ranks of the group
     call this, before any graph is captured."""
     group = _groups.tp
-    if _groups.device.type != "cuda" or group.device_group is None:
+    if _groups.device.type != "cuda" or group.device_group is None or group.peer_sums is not None:
         return
     peers = connect_peers(
         group.rank_in_group, group.world_size, group.device_group, _groups.device, timeout_s
@@ -329,7 +334,7 @@ def as_rank(rank: int, tp_size: int) -> Iterator[None]:
 
 
 def model_parallel_is_initialized() -> bool:
-    return _groups.initialized
+    return _groups.sizes is not None
 
 
 def destroy_model_parallel() -> None:
@@ -337,7 +342,7 @@ def destroy_model_parallel() -> None:
     if _groups.tp.peer_sums is not None:
         _groups.tp.peer_sums.close()
     _groups.tp = _groups.pp = _groups.pp_back = _groups.dp = _SOLO
-    _groups.initialized = False
+    _groups.sizes = None
 
 
 def destroy_distributed_environment() -> None:
