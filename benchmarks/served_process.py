@@ -86,6 +86,8 @@ class ServedProcess:
                         if client.get("/health").status_code == 200:
                             return self
                     time.sleep(0.1)
+            if (status := self._process.poll()) is not None:
+                raise RuntimeError(f"the server ended with status {status} before it was ready")
             raise RuntimeError(f"the server was not ready within {self._timeout_s:g} s")
         except BaseException:
             self._stop()
