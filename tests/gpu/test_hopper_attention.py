@@ -13,13 +13,11 @@ from tests.kernels.cases import TOLERANCE, Case, attention_case, check
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.attention.hopper import (
     MAX_ROWS,
-    OPS,
     arrivals,
     hopper_attention,
     takes_attention,
 )
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.rotary import RotaryProblem
 
@@ -43,19 +41,6 @@ CASES = [
     *(pytest.param(lengths, BF16, id=f"{name}, bf16") for name, lengths in FEW.items()),
     *(pytest.param(lengths, FP8, id=f"{name}, fp8") for name, lengths in (FEW | MANY).items()),
 ]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    assert OPS.choose(HOPPER), "build the CUDA ops first"
-    return CudaKernels(HOPPER)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
 
 
 def made(

@@ -19,7 +19,6 @@ from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.journal import GatedNorm, JournalMemory, JournalShape, JournalSize
 from vllm.kernels.linear.skinny import OPS, skinny_linear
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.gated_delta_rule import hopper
 from vllm.model_executor.layers.fla.ops.gated_delta_rule import (
     hopper_decode as hopper_decode_module,
 )
@@ -37,19 +36,6 @@ pytestmark = pytest.mark.gpu
 BF16, F32 = torch.bfloat16, torch.float32
 MODEL, SHARD = (16, 32, 128, 128), (2, 8, 128, 128)
 HEADS = (MODEL, SHARD, (3, 3, 128, 128))
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    assert hopper.OPS.choose(HOPPER), "build the CUDA ops first"
-    return CudaKernels(HOPPER)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
 
 
 def copied(case: Case) -> Case:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tests.kernels.cases import Case, check, latent_case
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.latent_attention import LatentAttentionProblem
-from vllm.kernels.latent_attention.hopper import OPS, takes_latents
+from vllm.kernels.latent_attention.hopper import takes_latents
 
 pytestmark = pytest.mark.gpu
 
@@ -30,19 +29,6 @@ CASES = {
     "verification": [(4, 300), (1, 65), (4, 4), (3, 1000)],
     "few more queries": [(40, 40), (17, 129), (1, 9)],
 }
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    assert OPS.choose(HOPPER), "build the CUDA ops first"
-    return CudaKernels(HOPPER)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
 
 
 def made(lengths: list[tuple[int, int]], heads: int = 32, **options: Any) -> Case:

@@ -12,13 +12,11 @@ from torch import Tensor
 from tests.kernels.cases import TOLERANCE, Case, attention_case, check
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.attention.hopper_prefill import (
-    OPS,
     counter,
     hopper_attention,
     takes_attention,
 )
 from vllm.kernels.cuda import CudaKernels
-from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.fp8 import FP8
 
 pytestmark = pytest.mark.gpu
@@ -45,19 +43,6 @@ LENGTHS = {
 }
 WIDE_HEADS = [(16, 4, 256), (32, 8, 128), (64, 8, 64)]
 CASES = [pytest.param(lengths, id=name) for name, lengths in LENGTHS.items()]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    assert OPS.choose(HOPPER), "build the CUDA ops first"
-    return CudaKernels(HOPPER)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
 
 
 def made(

@@ -19,7 +19,6 @@ from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.interface import Kernels
 from vllm.kernels.linear.skinny import OPS, skinny_linear
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.kda import hopper
 from vllm.model_executor.layers.fla.ops.kda import hopper_decode as hopper_decode_module
 from vllm.model_executor.layers.fla.ops.kda.hopper_decode import (
     MAX_PLACES,
@@ -32,19 +31,6 @@ pytestmark = pytest.mark.gpu
 
 BF16, F32 = torch.bfloat16, torch.float32
 MODEL, SHARD = (32, 128, 128), (3, 128, 128)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> CudaKernels:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip(f"the kernel needs compute capability {HOPPER}")
-    assert hopper.OPS.choose(HOPPER), "build the CUDA ops first"
-    return CudaKernels(HOPPER)
-
-
-@pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    torch.manual_seed(0)
 
 
 def decoder(
