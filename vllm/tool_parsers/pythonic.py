@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls as a list of Python calls: Llama 3.2, and models trained like it."""
 
+import re
 from abc import abstractmethod
 
 from vllm.tool_parsers.base import ToolSchemas
 from vllm.tool_parsers.python_call import PythonCallReader
 from vllm.tool_parsers.stepwise import CallState, StepwiseParser
+
+#: the beginning of a list of calls, or what may become one at the end of the text
+_LIST = re.compile(r"\[\s*([A-Za-z_][\w.-]{0,255})?(\(|\Z)", re.ASCII)
 
 
 class PythonCallParser(StepwiseParser):
@@ -86,6 +90,18 @@ class PythonicToolParser(PythonCallParser):
     """
 
     openings = ("[",)
+
+    def _read_content(self) -> bool:
+        """As the base does; most brackets of a text, code above all, begin no list of calls."""
+        found = _LIST.search(self._pending)
+        begin = found.start() if found else len(self._pending)
+        self.reply.say(self._pending[:begin])
+        self._pending = self._pending[begin:]
+        if found is None or not found[2]:
+            return False
+        self._pending = self._pending[1:]
+        self._opened("[")
+        return True
 
     def _begin_call(self) -> None:
         self._call = PythonCallReader(self.tools or None)
