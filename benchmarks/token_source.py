@@ -106,6 +106,7 @@ def make_config(
         num_attention_heads=2,
         max_position_embeddings=max_model_len,
         architectures=["LlamaForCausalLM"],
+        eos_token_id=None,  # the tokenizer's alone; Llama's default is some word
     )
     return VllmConfig(
         model_config=ModelConfig(

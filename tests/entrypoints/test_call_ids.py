@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -101,3 +102,24 @@ async def test_messages(engine: ScriptedEngine) -> None:
     ]
     await client.post("/v1/messages", json=body)
     assert prompt_of(engine) == PROMPT
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("choice", "script"),
+    [
+        ("auto", '[TOOL_CALLS]weather[ARGS]{"city": "Oslo"}'),
+        ("required", '[{"name": "weather", "parameters": {"city": "Oslo"}}]'),
+        ({"type": "function", "function": {"name": "weather"}}, '{"city": "Oslo"}'),
+    ],
+)
+async def test_fresh_ids_are_of_the_form_that_mistrals_templates_take(
+    engine: ScriptedEngine, choice: Any, script: str
+) -> None:
+    engine.script = script
+    client = in_process(engine, enable_auto_tool_choice=True, tool_call_parser="mistral")
+    tools = [{"type": "function", "function": FUNCTION}]
+    body = {"messages": HI, "tools": tools, "tool_choice": choice}
+    reply = (await client.post("/v1/chat/completions", json=body)).json()
+    [call] = reply["choices"][0]["message"]["tool_calls"]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", call["id"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,11 @@ from vllm.entrypoints.chat_utils import (
 )
 from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import detect_content_format, resolve_chat_template
+from vllm.renderers.hf import (
+    detect_content_format,
+    resolve_chat_template,
+    takes_arguments_as_text,
+)
 
 LOOPS = (
     "{% for m in messages %}{% for part in m['content'] %}{{ part.text }}{% endfor %}{% endfor %}"
@@ -42,6 +47,23 @@ GENERATION = "{% for m in messages %}{% generation %}{{ m.content }}{% endgenera
 )
 def test_content_format_is_seen_in_the_template(template: str, expected: str) -> None:
     assert detect_content_format(template) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHAT_TEMPLATE, False),
+        ("{{ '\n' + c['function']['arguments'] }}", True),
+        ("{{ c.name ~ c.arguments }}", True),
+        ("{% set a = c.function.arguments %}({{ a }})", True),
+        ("{{ c.arguments | tojson }}{{ '(' + c.arguments | tojson }}", False),
+        ("{% for k, v in c.arguments.items() %}{{ k }}{% endfor %}", False),
+        ("{% if c.arguments is string %}{{ c.arguments }}{% endif %}", False),
+        ("{% if c.arguments is not mapping %}{{ '' + c.arguments }}{% endif %}", False),
+    ],
+)
+def test_the_form_of_arguments_is_seen_in_the_template(template: str, expected: bool) -> None:
+    assert takes_arguments_as_text(template) is expected
 
 
 def test_broken_template_is_a_clear_error() -> None:
@@ -82,14 +104,16 @@ def test_contents() -> None:
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_reasoning_has_two_names(key: str) -> None:
+def test_reasoning_has_three_names(key: str) -> None:
     (message,) = parse_chat_messages([{"role": "assistant", "content": "x", key: "because"}])
     assert message["reasoning"] == message["reasoning_content"] == "because"
+    assert message["thinking"] == "because"
 
 
 def test_earlier_tool_calls() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages = [
+    call: dict[str, Any] = {"id": "1", "type": "function"}
+    call["function"] = {"name": "f", "arguments": '{"a": 1}'}
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     ]
@@ -97,6 +121,17 @@ def test_earlier_tool_calls() -> None:
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert assistant["content"] == "" and tool["tool_call_id"] == "1"
     assert call["function"]["arguments"] == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [('{"a":\t"é"}', '{"a":\t"é"}'), ({"a": "é"}, '{"a": "é"}'), (None, "{}"), ("", "{}")],
+)
+def test_arguments_as_text(arguments: Any, expected: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    (assistant,) = parse_chat_messages(messages, arguments_as_text=True)
+    assert assistant["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def test_application() -> None:

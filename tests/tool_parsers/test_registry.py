@@ -16,8 +16,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "tools_and_reasoning.md"
 
 def test_names() -> None:
     assert {"hermes", "qwen3_coder"} <= set(tool_parsers.names())
-    with pytest.raises(VLLMValidationError, match="'mistral'; available: .*hermes, .*qwen3_coder"):
-        tool_parsers.get("mistral")
+    with pytest.raises(VLLMValidationError, match="'llama9'; available: .*hermes, .*qwen3_coder"):
+        tool_parsers.get("llama9")
 
 
 def test_registration() -> None:

@@ -315,16 +315,33 @@ class ModelConfig:
         return shared_sliding_window(self.hf_text_config)
 
     def try_get_generation_config(self) -> dict[str, Any]:
-        """Generation settings of the checkpoint, per `generation_config`; overrides win."""
+        """Generation settings, per `generation_config`; overrides win.
+
+        Where the source of sampling defaults names no end-of-sequence ids, they are the
+        checkpoint's; where that has no generation config, those of its `config.json`.
+        """
         from vllm.transformers_utils.config import get_generation_config
 
         if self.generation_config == "vllm":
             found = {}
         elif self.generation_config == "auto":
-            found = get_generation_config(self.model, revision=self.revision)
+            found = self._own_generation_config()
         else:
             found = get_generation_config(self.generation_config, required=True)
-        return {**found, **self.override_generation_config}
+        found = {**found, **self.override_generation_config}
+        if "eos_token_id" not in found:
+            found["eos_token_id"] = self._own_generation_config().get("eos_token_id")
+        return found
+
+    def _own_generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation config, or what its `config.json` says in place of one."""
+        from transformers import GenerationConfig
+
+        from vllm.transformers_utils.config import get_generation_config
+
+        return get_generation_config(self.model, revision=self.revision) or {
+            "eos_token_id": GenerationConfig.from_model_config(self.hf_config).eos_token_id
+        }
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Default sampling parameters, named as in `SamplingParams`."""

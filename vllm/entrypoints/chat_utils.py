@@ -35,14 +35,17 @@ def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | No
 
 
 def parse_chat_messages(
-    messages: list[dict[str, Any]], content_format: ContentFormat = "string"
+    messages: list[dict[str, Any]],
+    content_format: ContentFormat = "string",
+    arguments_as_text: bool = False,
 ) -> list[dict[str, Any]]:
-    """The conversation for a template that takes contents as one string, or as OpenAI parts.
+    """The conversation for a template that takes contents as one string, or as OpenAI parts, and
+    the arguments of calls as an object, or as JSON text.
 
     Raises `VLLMValidationError` naming the message for anything malformed or not text.
     """
     return [
-        _parse_message(f"messages.{index}", message, content_format)
+        _parse_message(f"messages.{index}", message, content_format, arguments_as_text)
         for index, message in enumerate(messages)
     ]
 
@@ -57,7 +60,10 @@ def _fail(where: str, message: str) -> VLLMValidationError:
 
 
 def _parse_message(
-    where: str, message: dict[str, Any], content_format: ContentFormat
+    where: str,
+    message: dict[str, Any],
+    content_format: ContentFormat,
+    arguments_as_text: bool,
 ) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -75,11 +81,15 @@ def _parse_message(
         if not isinstance(reasoning, str):
             raise _fail(f"{where}.reasoning", "reasoning must be a string")
         parsed["reasoning"] = parsed["reasoning_content"] = reasoning
+        # gpt-oss's template has a name of its own for it, and room for one text beside a call.
+        parsed["thinking"] = "" if tool_calls and parsed["content"] else reasoning
     for key in ("name", "tool_call_id"):
         if message.get(key) is not None:
             parsed[key] = str(message[key])
     if tool_calls:
-        parsed["tool_calls"] = _parse_tool_calls(f"{where}.tool_calls", tool_calls)
+        parsed["tool_calls"] = _parse_tool_calls(
+            f"{where}.tool_calls", tool_calls, arguments_as_text
+        )
     return parsed
 
 
@@ -111,8 +121,8 @@ def _part_text(where: str, part: Any) -> str:
     return text
 
 
-def _parse_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
-    """Earlier calls as templates want them: `arguments` an object instead of JSON text."""
+def _parse_tool_calls(where: str, tool_calls: Any, as_text: bool) -> list[dict[str, Any]]:
+    """Earlier calls as the template wants them: `arguments` an object, or JSON text."""
     if not isinstance(tool_calls, list):
         raise _fail(where, "tool_calls must be a list")
     parsed = []
@@ -121,7 +131,11 @@ def _parse_tool_calls(where: str, tool_calls: Any) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise _fail(at, "a tool call needs a function with a name")
-        arguments = parse_arguments(f"{at}.arguments", function.get("arguments"))
+        written = function.get("arguments")
+        arguments: Any = parse_arguments(f"{at}.arguments", written)
+        if as_text:
+            given = isinstance(written, str) and written
+            arguments = given or json.dumps(arguments, ensure_ascii=False)
         parsed.append({**call, "function": {**function, "arguments": arguments}})
     return parsed
 

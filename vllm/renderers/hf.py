@@ -2,6 +2,7 @@
 """Chat templates of Hugging Face tokenizers: choosing one, and inspecting it."""
 
 import functools
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 ContentFormat = Literal["string", "openai"]
+
+#: a template that asks one of these of a value has a branch for each form of it
+_TYPE_TESTS = ("string", "mapping")
 
 
 def resolve_chat_template(
@@ -55,28 +59,53 @@ def require_chat_template(
     return template
 
 
-@functools.lru_cache(maxsize=64)
 def detect_content_format(chat_template: str) -> ContentFormat:
     """`openai` when the template loops over the parts of a message's content, else `string`."""
+    tree = _parse(chat_template)
+    contents = _assigned(tree, "content")
+    for loop in tree.find_all(jinja2.nodes.For):
+        if _reads(_unfiltered(loop.iter), "content", contents):
+            return "openai"
+    return "string"
+
+
+@functools.lru_cache(maxsize=64)
+def takes_arguments_as_text(chat_template: str) -> bool:
+    """Whether the template writes a call's arguments as they are, so that they must be JSON text.
+
+    It does so when it prints or concatenates them without a filter, and never asks whether they
+    are text.
+    """
+    tree = _parse(chat_template)
+    names = _assigned(tree, "arguments")
+    for test in tree.find_all(jinja2.nodes.Test):
+        if test.name in _TYPE_TESTS and _reads(test.node, "arguments", names):
+            return False
+    joined = [[node.left, node.right] for node in tree.find_all(jinja2.nodes.Add)]
+    joined += [node.nodes for node in tree.find_all(jinja2.nodes.Concat)]
+    joined += [node.nodes for node in tree.find_all(jinja2.nodes.Output)]
+    return any(_reads(part, "arguments", names) for parts in joined for part in parts)
+
+
+def _parse(chat_template: str) -> jinja2.nodes.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     try:
-        tree = environment.parse(chat_template)
+        return environment.parse(chat_template)
     except jinja2.TemplateSyntaxError as error:
         raise VLLMValidationError(
             f"the chat template is not valid Jinja: {error}", parameter="chat_template"
         ) from None
-    contents = {
+
+
+def _assigned(tree: jinja2.nodes.Template, key: str) -> set[str]:
+    """Variables that are set to the entry `key` of something."""
+    return {
         assign.target.name
         for assign in tree.find_all(jinja2.nodes.Assign)
-        if isinstance(assign.target, jinja2.nodes.Name) and _is_content(assign.node)
+        if isinstance(assign.target, jinja2.nodes.Name) and _reads(_unfiltered(assign.node), key)
     }
-    for loop in tree.find_all(jinja2.nodes.For):
-        over = _unfiltered(loop.iter)
-        if _is_content(over) or (isinstance(over, jinja2.nodes.Name) and over.name in contents):
-            return "openai"
-    return "string"
 
 
 def _unfiltered(node: jinja2.nodes.Node) -> jinja2.nodes.Node:
@@ -85,14 +114,13 @@ def _unfiltered(node: jinja2.nodes.Node) -> jinja2.nodes.Node:
     return node
 
 
-def _is_content(node: jinja2.nodes.Node) -> bool:
-    """Whether `node` reads `<message>.content` or `<message>["content"]`, filtered or not."""
-    node = _unfiltered(node)
+def _reads(node: jinja2.nodes.Node, key: str, variables: Container[str] = ()) -> bool:
+    """Whether `node` is `<something>.key`, `<something>["key"]` or one of `variables`."""
     if isinstance(node, jinja2.nodes.Getattr):
-        return node.attr == "content"
+        return node.attr == key
     if isinstance(node, jinja2.nodes.Getitem):
-        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == "content"
-    return False
+        return isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key
+    return isinstance(node, jinja2.nodes.Name) and node.name in variables
 
 
 class _GenerationTag(jinja2.ext.Extension):

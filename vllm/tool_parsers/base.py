@@ -3,7 +3,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
@@ -70,8 +70,10 @@ class ReplyBuilder:
     layout of the calls. It is kept back until that is decided.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_call_id: Callable[[], str | None] = lambda: None) -> None:
         self.num_calls = 0
+        #: makes the id of a call that has none of its own; None leaves that to the API
+        self.new_call_id = new_call_id
         self._content = ""
         self._space = ""
         self._spoken = False
@@ -103,9 +105,11 @@ class ReplyBuilder:
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
         """Begin the next call; an id that an earlier call of the reply has is left out."""
+        if call_id is None or call_id in self._known_ids:
+            call_id = self.new_call_id()
         self._open = True
         self._names[self.num_calls] = name
-        self._ids[self.num_calls] = None if call_id in self._known_ids else call_id
+        self._ids[self.num_calls] = call_id
         self._known_ids |= {call_id} if call_id is not None else set()
         self._arguments[self.num_calls] = ""
         self.num_calls += 1
@@ -175,7 +179,12 @@ class ToolParser(ABC):
 
     def __init__(self, tools: ToolSchemas) -> None:
         self.tools = tools
-        self.reply = ReplyBuilder()
+        self.reply = ReplyBuilder(self.new_call_id)
+
+    @staticmethod
+    def new_call_id() -> str | None:
+        """An id for a call that the model gave none, where its templates ask for a form of id."""
+        return None
 
     def feed(self, text: str) -> ToolDelta:
         """Read the next piece of the reply."""

@@ -111,15 +111,17 @@ class StepwiseParser(ToolParser):
         super().__init__(tools)
         self._pending = ""
         self._read: Callable[[], bool] = self._read_content
+        self._first_characters = {tag[0] for tag in self.openings}
 
     @abstractmethod
     def _opened(self, tag: str) -> None:
         """Name the method that reads on behind an opening tag."""
 
     def _consume(self, text: str) -> None:
-        if not self._pending and "<" not in text and self._read == self._read_content:
-            self.reply.say(text)
-            return
+        if not self._pending and self._read == self._read_content:
+            if not any(char in text for char in self._first_characters):
+                self.reply.say(text)
+                return
         self._pending += text
         while self._pending and self._step():
             pass

@@ -107,6 +107,7 @@ def make_vllm_config(
             max_model_len=max_model_len,
             skip_tokenizer_init=skip_tokenizer_init,
             generation_config="vllm",
+            override_generation_config={"eos_token_id": EOS},  # else the hub is asked for it
         ),
         cache_config=CacheConfig(
             block_size=BLOCK_SIZE,

@@ -161,6 +161,8 @@ def make_splitter(
         tool = NamedCallParser(choice.tools, choice.name)
     if reasoning is None and tool is None:
         return None
+    if tool is not None and parsers.tool is not None:
+        tool.reply.new_call_id = parsers.tool.new_call_id
     return ReplySplitter(choice, reasoning, tool, include_reasoning)
 
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.entrypoints.chat_utils import parse_chat_messages
 from vllm.entrypoints.openai.prompt_marks import Message
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import ContentFormat, detect_content_format, require_chat_template
+from vllm.renderers.hf import (
+    ContentFormat,
+    detect_content_format,
+    require_chat_template,
+    takes_arguments_as_text,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,7 +65,8 @@ class ConversationRenderer:
 
     def parse(self, messages: list[Message]) -> list[Message]:
         """Messages in the form of the template; raises `VLLMValidationError` for a bad one."""
-        return parse_chat_messages(messages, self.content_format)
+        as_text = takes_arguments_as_text(self.template)
+        return parse_chat_messages(messages, self.content_format, as_text)
 
     def render(
         self,
