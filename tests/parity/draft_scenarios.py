@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
-from parity_checks import MakeEngine, prompts
+import pytest
+from parity_checks import MULTIPROCESSING, MakeEngine, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.config.speculative import DRAFTS_KEY
@@ -146,6 +147,8 @@ def preemptions(run: Run) -> None:
 def _preempting(run: Run, at: tuple[int, ...]) -> Callable[[], int]:
     """Before the `at`-th steps from here on all running requests are preempted; returns how many
     there were so far."""
+    if MULTIPROCESSING == "1":
+        pytest.skip("the schedulers of replicas are in other processes")
     scheduler = run.llm.llm_engine.engine_core.engine_core.scheduler
     schedule, steps = scheduler.schedule, 0
 
