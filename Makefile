@@ -13,7 +13,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
 # In the order of the collection, slow modules first (tests/conftest.py).
-WORKERS ?= 2
+# One more than two cores: tests wait for processes and clocks a fifth of their time.
+WORKERS ?= 3
 PARALLEL = OMP_NUM_THREADS=1 $(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Every test belongs to one of these. A lane imports only the folders that hold its tests.
 UNIT := not gpu and not nightly and not parity and not e2e and not extraction
@@ -98,8 +99,6 @@ test-layouts: build ## parity and state memory with ranks, stages and replicas o
 		VLLM_TEST_LAYOUT=$$layout $(PARALLEL) tests/parity -m "$(PARITY)" $(ABOUT_LAYOUTS:%=--ignore=tests/parity/test_%.py) || exit 1; \
 	done
 
-# One more than two cores: these tests wait for processes and clocks a quarter of their time.
-test-e2e: WORKERS = 3
 test-e2e: build clients ## real server, real clients; every use of state memory is checked
 	VLLM_SANITIZE=1 $(PARALLEL) tests/e2e tests/examples tests/parity -m "$(E2E)"
 

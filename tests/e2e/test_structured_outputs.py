@@ -162,7 +162,7 @@ FLAGS: dict = {
 }
 
 
-@pytest.mark.parametrize("max_tokens", [40, 600])
+@pytest.mark.parametrize("max_tokens", [40, 300])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_comes_however_long_the_model_would_reason(
     client: openai.OpenAI, max_tokens: int, stream: bool

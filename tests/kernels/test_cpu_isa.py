@@ -36,8 +36,9 @@ def test_kernels_of_another_instruction_set(isa: str) -> None:
     tested = ("norm", "attention", "gdn", "linear", "experts")
     files = [str(ROOT / "tests" / "kernels" / f"test_cpu_{name}.py") for name in tested]
     environment = os.environ | {"VLLM_CPU_ISA": isa, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    # They need no plug-ins, which take longer than a test.
-    done = forked_python.run_python("pytest", "-q", "-x", "-k", "fp64", *files, env=environment)
+    # They need no plug-ins, which take longer than a test; nor the one that keeps the log.
+    plain = ("-q", "-x", "-p", "no:logging", "-p", "no:cacheprovider")
+    done = forked_python.run_python("pytest", *plain, "-k", "fp64", *files, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout
 

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import FunctionType
 
 from vllm.compilation.graph_break import is_graph_break
@@ -204,13 +205,14 @@ def _field(cls: type, name: str, value: Value) -> Value:
     return declared if value == UNKNOWN or absent else value
 
 
-def _own_names(node: ast.FunctionDef) -> set[str]:
+@cache
+def _own_names(node: ast.FunctionDef) -> frozenset[str]:
     """What a method assigns to attributes of `self`."""
-    return {
+    return frozenset(
         found.attr
         for found in ast.walk(node)
         if isinstance(found, ast.Attribute)
         and isinstance(found.ctx, ast.Store)
         and isinstance(found.value, ast.Name)
         and found.value.id == "self"
-    }
+    )
