@@ -63,9 +63,10 @@ def reference(
     rounding: Rounding | None,
     keep: tuple[str, ...] = GATES,
     prepare: Callable[[nn.Module, Rounding], None] | None = None,
+    prompts: int = 1,
 ) -> Tensor:
-    """transformers' logits, the inputs of quantised projections rounded first; `prepare` does so
-    where the model has no module per projection."""
+    """transformers' logits for `IDS` as so many prompts of equal length, the inputs of quantised
+    projections rounded first; `prepare` does so where the model has no module per projection."""
     model = hf_model(path)
     if rounding is not None and prepare is not None:
         prepare(model, rounding)
@@ -83,7 +84,7 @@ def reference(
     ]
     handles = [m.register_forward_pre_hook(hook) for m in quantised] if rounding else []
     try:
-        logits: Tensor = model(torch.tensor([IDS])).logits[0]
+        logits: Tensor = model(torch.tensor(IDS).view(prompts, -1)).logits.flatten(0, 1)
     finally:
         for handle in handles:
             handle.remove()
