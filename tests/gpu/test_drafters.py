@@ -80,7 +80,7 @@ def _run(
     for graphs in drafter._graphs.values():
         graphs.replay = counting(graphs)
     counts = itertools.cycle([DRAFTS] * 5 + [0] * 3 + [1] * 4)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: next(counts))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = []
     for count in COUNTS:

@@ -249,7 +249,7 @@ def check_proposals(run: Watched, method: Method | SmallModel) -> float:
     return 1 - compared / seen
 
 
-def always(policy: DraftPolicy, decodes: list[Any]) -> int:
+def always(policy: DraftPolicy, count: int) -> int:
     """These heads are random: what they draft is hardly ever accepted, which never pays."""
     return policy.num_drafts
 
@@ -266,7 +266,7 @@ class Changes:
     def use(self, monkeypatch: pytest.MonkeyPatch) -> Changes:
         source, left, drafts = random.Random(self.seed), 0, 0
 
-        def choose(policy: DraftPolicy, decodes: list[Any]) -> int:
+        def choose(policy: DraftPolicy, count: int) -> int:
             nonlocal left, drafts
             if not left:
                 before, left = drafts, source.randint(1, 3)

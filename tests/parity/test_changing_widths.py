@@ -22,9 +22,9 @@ from vllm.v1.worker.input_batch import InputBatch
 
 pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
 
-#: with 7 drafts at most: steps of 1, 2, 4 and 8 tokens per request
+#: with 7 drafts at most: steps of 1, 4 and 8 tokens per request
 WIDTH = 8
-LADDER = (0, 1, 3, 7)
+LADDER = (0, 3, 7)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda f: f.__name__)
@@ -34,7 +34,7 @@ def test_drafts_of_any_number_change_nothing(
     """Accepted and rejected at random, under preemption, out of the prefix cache, with grammars."""
     changes = Changes(seed=len(scenario.__name__)).use(monkeypatch)
     with_drafts(make_engine, scenario, WIDTH, enable_prefix_caching=True)
-    assert set(changes.made) <= set(itertools.permutations(LADDER, 2)) and len(changes.made) > 9
+    assert set(changes.made) == set(itertools.permutations(LADDER, 2))
 
 
 @pytest.mark.parametrize(

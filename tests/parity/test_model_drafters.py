@@ -340,7 +340,7 @@ def test_replays_draft_the_same(
     """Decodes padded to a captured size, by what was made before any of them was known."""
     method, sizes = methods(name), [2, 3, 6]
     counts = itertools.cycle([DRAFTS] * 5 + [0] * 3 + [1] * 4)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: next(counts))
     drafted = engine(make_engine, method, DRAFTS)
     (runner,) = drafted.llm.collective_rpc(lambda worker: worker.model_runner)
     plan = GraphPlan(sizes, [], widths=runner.widths)

@@ -160,7 +160,8 @@ class VllmConfig:
     def step_widths(self) -> tuple[int, ...]:
         """Tokens that each decode of a step may have, ascending, up to `tokens_to_verify`: a step
         runs one of them, and has graphs for each."""
-        return tuple(1 + drafts for drafts in draft_ladder(self.tokens_to_verify - 1))
+        full_width = self.drafter is not None and self.drafter.full_width
+        return tuple(1 + k for k in draft_ladder(self.tokens_to_verify - 1, full_width))
 
     @property
     def max_tokens_per_step(self) -> int:

@@ -128,9 +128,6 @@ class Request:
         #: drafts that were verified so far, and those accepted of them
         self.num_verified_drafts = 0
         self.num_accepted_drafts = 0
-        #: in its last verifications, those that rejected a draft, and how many would have of a
-        #: request like all others (see `DraftSurvival`)
-        self.drafts_rejected = self.rejections_expected = 0.0
         #: monotonic seconds: entered the waiting queue, first scheduled
         self.queued_time = 0.0
         self.first_scheduled_time = 0.0

@@ -116,9 +116,9 @@ DRAFTERS = (_mtp, _eagle3, _dflash, _draft_model, _ngram, _replay)
 @pytest.mark.parametrize("made", DRAFTERS)
 def test_drafters(made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     target, method = made(tmp_path / "draft")
-    config = settings(target, method | {"num_speculative_tokens": 2})
+    config = settings(target, method | {"num_speculative_tokens": 3})
     report = assert_replays(config, MORE_STEPS)
-    for width in (1, 2, 3):
+    for width in (1, 2, 4):
         for kind in (f"decodes of {width} tokens", f"pieces beside decodes of {width} tokens"):
             assert any(name.startswith(kind) for name in report.replays)
     has_layers = made in (_mtp, _eagle3, _dflash, _draft_model)

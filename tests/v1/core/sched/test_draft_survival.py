@@ -8,20 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from tests.v1.core.sched.helpers import make_request
+from tests.v1.core.sched.draft_process import expected
 from vllm.v1.core.sched.draft_survival import DraftSurvival
-from vllm.v1.request import Request
 
 DRAFTS = 7
-
-
-def requests(count: int) -> list[Request]:
-    return [make_request(f"r{i}", [1, 2], max_tokens=9) for i in range(count)]
-
-
-def fresh() -> Request:
-    (request,) = requests(1)
-    return request
 
 
 def run_length(source: random.Random, shares: list[float]) -> int:
@@ -29,18 +19,15 @@ def run_length(source: random.Random, shares: list[float]) -> int:
     return next((i for i, share in enumerate(shares) if source.random() >= share), len(shares))
 
 
-def expected(shares: list[float]) -> list[float]:
-    """By number of drafts verified, how many are accepted in the mean."""
-    return [float(np.cumprod(shares[:drafts]).sum()) for drafts in range(1 + len(shares))]
+def seen(survival: DraftSurvival, times: int, drafts: int, accepted: int) -> np.ndarray:
+    """The share of runs that get as far as each draft, after so many more observations."""
+    for _ in range(times):
+        survival.observe(drafts, accepted)
+    return np.diff(survival.accepted())
 
 
-def of_others(survival: DraftSurvival) -> np.ndarray:
-    """What a request that has verified nothing is expected to accept."""
-    return survival.accepted([fresh()])
-
-
-def test_before_anything_is_known_all_drafts_are_accepted() -> None:
-    assert of_others(DraftSurvival(3)).tolist() == [0, 1, 2, 3]
+def test_before_anything_is_known_most_drafts_are_accepted() -> None:
+    assert DraftSurvival(3).accepted() == pytest.approx(expected([0.8] * 3))
 
 
 @pytest.mark.parametrize(
@@ -50,82 +37,65 @@ def test_before_anything_is_known_all_drafts_are_accepted() -> None:
 def test_steps_of_any_widths_have_the_same_estimate(shares: list[float]) -> None:
     """The mean of what was accepted would depend on how many drafts steps had."""
     source, survival = random.Random(0), DraftSurvival(DRAFTS)
+    found = []
     for i in range(30_000):
         drafts = (1, 3, 7)[source.randrange(3)]
-        accepted = min(drafts, run_length(source, shares))
-        survival.observe(fresh(), drafts, accepted)
+        survival.observe(drafts, min(drafts, run_length(source, shares)))
         if i % 10 == 0:
-            found = of_others(survival)
-    assert found == pytest.approx(expected(shares), rel=0.1)
+            found.append(survival.accepted())
+    assert np.mean(found[500:], axis=0) == pytest.approx(expected(shares), rel=0.03)
+
+
+def test_requests_that_are_unlike_have_their_mean() -> None:
+    """Half of them always right and half never are worth other drafts than all half right."""
+    survival = DraftSurvival(DRAFTS)
+    for _ in range(400):
+        for accepted in (0, DRAFTS):
+            survival.observe(DRAFTS, accepted)
+        found = survival.accepted()
+    mean = np.mean([expected([share] * DRAFTS) for share in (0.0, 1.0)], axis=0)
+    assert found == pytest.approx(mean, rel=0.05)
+    assert found[DRAFTS] > 3 * expected([0.5] * DRAFTS)[DRAFTS]
 
 
 def test_drafts_past_those_that_steps_verify_are_left_as_they_were() -> None:
-    survival, others = DraftSurvival(3), requests(40)
-    for request in others:
-        survival.observe(request, 3, 1)
-    before = np.diff(of_others(survival))
-    assert before[1] < 0.05 * before[0]
-    for request in requests(200):
-        survival.observe(request, 1, 1)
-    after = np.diff(of_others(survival))
-    assert after[0] > 0.9 and after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.1)
+    survival = DraftSurvival(3)
+    before = seen(survival, 90, 3, 1)
+    assert before[1] < 0.1 * before[0]
+    after = seen(survival, 400, 1, 1)
+    assert after[0] > 0.98 and after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.1)
 
 
 def test_what_was_never_tried_is_like_the_draft_before() -> None:
     survival = DraftSurvival(3)
-    for i, request in enumerate(requests(200)):
-        survival.observe(request, 1, i % 2)
-    one, two, three = np.diff(of_others(survival))
+    for accepted in [0, 1] * 200:
+        survival.observe(1, accepted)
+        found = survival.accepted()
+    one, two, three = np.diff(found)
     assert one == pytest.approx(0.5, abs=0.01)
     assert (two, three) == pytest.approx((0.25, 0.125), abs=0.01)
 
 
-def test_a_single_try_outweighs_the_draft_before() -> None:
+def test_a_few_tries_do_not_outweigh_the_draft_before() -> None:
     survival = DraftSurvival(2)
-    for request in requests(200):
-        survival.observe(request, 1, 1)
-    for request in requests(4):
-        survival.observe(request, 2, 1)
-    assert np.diff(of_others(survival))[1] < 0.25
+    seen(survival, 200, 1, 1)
+    assert seen(survival, 2, 2, 1)[1] > 0.6
+    assert seen(survival, 40, 2, 1)[1] < 0.15
 
 
 def test_old_observations_are_forgotten() -> None:
-    source, survival = random.Random(1), DraftSurvival(3)
-    for share in (0.9, 0.2):
-        for i in range(8000):
-            survival.observe(fresh(), 3, min(3, run_length(source, [share] * 3)))
-            if i % 10 == 0:
-                found = of_others(survival)
-        assert found == pytest.approx(expected([share] * 3), rel=0.2)
+    """Also of positions that are no longer reached: they are like those before, then."""
+    survival = DraftSurvival(DRAFTS)
+    seen(survival, 800, DRAFTS, DRAFTS)
+    for _ in range(8):
+        shares = seen(survival, 500, DRAFTS, 0)
+    assert shares.sum() < 0.03
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 7])
-def test_a_request_differs_from_others_by_its_own_rejections(drafts: int) -> None:
-    """However many drafts its steps verify; the others' part in it is the smaller one by then."""
-    source, survival, (good, bad) = random.Random(2), DraftSurvival(DRAFTS), requests(2)
-    for request in requests(200):
-        for _ in range(3):
-            survival.observe(request, DRAFTS, run_length(source, [0.6] * DRAFTS))
-    of_others(survival)
-    totals = np.zeros((2, 1 + DRAFTS))
-    for step in range(600):
-        for request, share in ((good, 0.85), (bad, 0.3)):
-            survival.observe(request, drafts, min(drafts, run_length(source, [share] * DRAFTS)))
-        both = np.array([survival.accepted([good]), survival.accepted([bad])])
-        totals += both if step >= 100 else 0
-        survival.observe(fresh(), DRAFTS, run_length(source, [0.6] * DRAFTS))
-    own = totals / 500
-    for mean, share in zip(own, (0.85, 0.3), strict=True):
-        assert abs(mean[1] - share) < 0.6 * abs(0.6 - share)
-    assert own[0, DRAFTS] > 2.5 * own[1, DRAFTS]
-
-
-def test_requests_add_up() -> None:
-    survival, batch = DraftSurvival(3), requests(5)
-    for _ in range(9):
-        for accepted, request in enumerate(batch[:4]):
-            survival.observe(request, 3, accepted)
-        survival.accepted(batch)
-    each = [survival.accepted([request]) for request in batch]
-    assert survival.accepted(batch) == pytest.approx(sum(each))
-    assert each[0][3] < each[1][3] < each[2][3] < each[3][3]
+def test_many_observations_at_once_are_as_many_one_by_one() -> None:
+    once, each = DraftSurvival(3), DraftSurvival(3)
+    for i in range(16):
+        for survival in (once, each):
+            survival.observe(3, i % 4)
+        each.accepted()
+    assert once.accepted() == pytest.approx(each.accepted(), rel=0.02)

@@ -94,7 +94,7 @@ class SchedulerState(SchedulerInterface):
         #: tokens of a request that verifies drafts in one step, at most
         self.width = vllm_config.tokens_to_verify
         drafter = vllm_config.drafter
-        self.draft_policy = DraftPolicy(self.width - 1)
+        self.draft_policy = DraftPolicy(self.width - 1, bool(drafter and drafter.full_width))
         #: tokens of such a request in the next step: the policy's choice, one of `step_widths`
         self.next_width = self.width
         #: whether workers compute nothing after a token that ends a request
