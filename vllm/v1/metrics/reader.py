@@ -12,9 +12,7 @@ from prometheus_client.samples import Sample
 
 _PREFIX = "vllm:"
 #: counters whose `position` label becomes the index of a vector
-_VECTORS = frozenset(
-    f"vllm:spec_decode_num_{kind}_tokens_per_pos" for kind in ("draft", "accepted")
-)
+_VECTORS = frozenset({"vllm:spec_decode_num_accepted_tokens_per_pos"})
 
 
 @dataclass
