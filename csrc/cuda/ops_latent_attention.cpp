@@ -98,7 +98,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
       "latent_attention(Tensor query, Tensor shared, Tensor cache, Tensor block_table,"
       " Tensor seq_lens, Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? part,"
-      " Tensor(c!)? lse, int max_query_len, int rows, int splits, int split_keys, float scale) -> ()");
+      " Tensor(c!)? lse, int max_query_len, int rows, int splits, int split_keys, float scale)"
+      " -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {

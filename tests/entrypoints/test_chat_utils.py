@@ -16,6 +16,7 @@ from vllm.entrypoints.chat_utils import (
 )
 from vllm.entrypoints.openai.conversation import ConversationRenderer
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers import hf
 from vllm.renderers.hf import (
     detect_content_format,
     resolve_chat_template,
@@ -64,6 +65,19 @@ def test_content_format_is_seen_in_the_template(template: str, expected: str) ->
 )
 def test_the_form_of_arguments_is_seen_in_the_template(template: str, expected: bool) -> None:
     assert takes_arguments_as_text(template) is expected
+
+
+def test_requests_do_not_parse_the_template_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes milliseconds, and every chat request asks."""
+    questions = (detect_content_format, takes_arguments_as_text)
+    template = "{{ messages[0]['content'] }} once"
+    answers = [ask(template) for ask in questions]
+
+    def parsed_again(text: str) -> None:
+        raise AssertionError(f"{text!r} is parsed again")
+
+    monkeypatch.setattr(hf, "_parse", parsed_again)
+    assert [ask(template) for ask in questions] == answers
 
 
 def test_broken_template_is_a_clear_error() -> None:

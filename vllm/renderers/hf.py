@@ -59,6 +59,7 @@ def require_chat_template(
     return template
 
 
+@functools.lru_cache(maxsize=64)
 def detect_content_format(chat_template: str) -> ContentFormat:
     """`openai` when the template loops over the parts of a message's content, else `string`."""
     tree = _parse(chat_template)
