@@ -240,14 +240,13 @@ def mean_tokens(drafts: int, acceptance: float) -> float:
 
 
 def predicted(arm: str, count: int, acceptance: float, found: dict[str, Any]) -> float:
-    """Rate with drafts by the rate without; 1 where the policy drafts nothing."""
+    """Rate with as many drafts as pay best by the rate without."""
     kind, drafts = parts_of(arm)
-    tokens = mean_tokens(drafts, acceptance)
     policy = DraftPolicy(drafts)
-    passes = drafts if kind == "eagle3" else 1
-    policy.use_weights_read(found[arm]["weights_bytes"], found[arm]["drafter_bytes"] * passes)
-    slower = policy.slowdown(count)
-    return 1.0 if tokens <= slower else tokens / slower
+    passes = [k if kind == "eagle3" else min(k, 1) for k in range(1 + drafts)]
+    once = found[arm]["drafter_bytes"]
+    policy.use_weights_read(found[arm]["weights_bytes"], [once * times for times in passes])
+    return max(mean_tokens(k, acceptance) / policy.slowdown(count, k) for k in policy.ladder)
 
 
 def without_drafts(result: dict[str, Any], count: int) -> tuple[dict[str, float], float]:

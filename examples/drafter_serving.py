@@ -69,7 +69,8 @@ def serve_command(model: str, drafter: Path, port: int, memory_bytes: int) -> li
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"),
         *("--dtype", "float32", "--kv-cache-memory-bytes", str(memory_bytes)),
-        *("--speculative-config", json.dumps({"model": str(drafter)})),
+        # Acceptance is that of all drafts, also where fewer would pay more.
+        *("--speculative-config", json.dumps({"model": str(drafter), "full_width": True})),
     ]
 
 

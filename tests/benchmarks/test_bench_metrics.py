@@ -168,6 +168,17 @@ def test_speculation_from_metrics() -> None:
     assert "Acceptance length:                       1.50" in shown
 
 
+def test_steps_of_fewer_drafts_are_no_try_of_the_positions_past_them() -> None:
+    name = "vllm:spec_decode_num_draft_tokens_per_pos"
+    more = [f"# TYPE {name} counter"]
+    more += [f'{name}_total{{engine="0",position="{i}"}} {n}' for i, n in enumerate((40, 8))]
+    after = SpeculationCounts.parse(METRICS + "\n".join(more) + "\n")
+    rates = "spec_decode_per_position_acceptance_rates"
+    assert speculation_result(SpeculationCounts(), after)[rates] == [0.4, 0.5]
+    before = SpeculationCounts(20, 40, 10, {0: 8, 1: 3}, {0: 20, 1: 6})
+    assert speculation_result(before, after)[rates] == [0.4, 0.5]
+
+
 def test_only_what_the_run_added_counts() -> None:
     counts = SpeculationCounts.parse(METRICS)
     assert speculation_result(counts, counts) == {} == speculation_result(None, counts)

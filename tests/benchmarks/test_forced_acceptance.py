@@ -40,7 +40,8 @@ def test_what_is_predicted() -> None:
     found = {"eagle3": sizes, "dflash:3": sizes}
     serial, block = (predicted(arm, 1, 0.8, found) for arm in found)
     assert 2.4 < serial < block < 2.952
-    assert predicted("eagle3", 256, 0.8, found) == 1.0, "nothing is drafted"
+    assert predicted("eagle3", 256, 0.8, found) == pytest.approx(1.8 * 3 / 5.05), "one draft"
+    assert predicted("eagle3", 256, 0.5, found) == 1.0, "nothing is drafted"
 
 
 def test_a_row_stands_beside_both_engines_without_drafts() -> None:

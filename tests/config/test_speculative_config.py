@@ -106,7 +106,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "replay", "num_speculative_tokens": 16}, "must be 1 to 15, got 16"),
     (
         {"method": "replay", "num_speculative_tokens": 2, "model": "x"},
-        "model does not go with method replay, which has num_speculative_tokens, acceptance, seed",
+        "model does not go with method replay, which has num_speculative_tokens, full_width, "
+        "acceptance, seed",
     ),
     ({"method": "replay", "num_speculative_tokens": 2, "acceptance": 2}, "must be 0 to 1, got 2"),
     ({"method": "ngram"}, "num_speculative_tokens must be given with method ngram"),
@@ -134,6 +135,19 @@ def test_a_drafter_has_its_own_settings() -> None:
     assert speculative.draft_settings == ReplaySettings(num_speculative_tokens=3, seed=5)
     assert speculative.tokens_per_request == 4 and not speculative.uses_draft_model()
     assert pickle.loads(pickle.dumps(speculative)).draft_settings == speculative.draft_settings
+
+
+@pytest.mark.parametrize("full_width", [False, True])
+def test_full_width_goes_with_every_drafter_also_beside_extraction(
+    llama: str, full_width: bool
+) -> None:
+    drafter: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4}
+    drafter["full_width"] = full_width
+    for speculative in (
+        SpeculativeConfig(**drafter),
+        make(ModelConfig(llama), given(drafter=drafter)),
+    ):
+        assert speculative.draft_settings.full_width == full_width
 
 
 def test_extraction_with_a_drafter(llama: str) -> None:

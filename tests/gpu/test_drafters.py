@@ -62,7 +62,8 @@ def _run(
 
     def watched(step: Any) -> None:
         propose(step)
-        proposed.append(runner.inputs.progress.tokens[step.order.rows, 1:].tolist())
+        made = slice(1, 1 + step.num_drafts)
+        proposed.append(runner.inputs.progress.tokens[step.order.rows, made].tolist())
 
     def counting(graphs: Any) -> Any:
         replay = graphs.replay
@@ -78,8 +79,8 @@ def _run(
     drafter.propose = watched
     for graphs in drafter._graphs.values():
         graphs.replay = counting(graphs)
-    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3 + [1] * 4)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: next(counts))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     texts = []
     for count in COUNTS:

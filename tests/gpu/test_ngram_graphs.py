@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With prompt lookup steps of both widths replay graphs, and nothing waits for the device."""
+"""With prompt lookup steps of all widths replay graphs, and nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def outputs(llm: LLM) -> list[tuple[int, ...]]:
 
 
 def alternate(llm: LLM) -> None:
-    """Steps of width 4, 4, 1, 4, 1, 1, ... in turn."""
-    choices = cycle([3, 3, 0, 3, 0, 0])
+    """Steps of width 4, 4, 1, 4, 2, 2, 1, 2, ... in turn."""
+    choices = cycle([3, 3, 0, 3, 1, 1, 0, 1])
     policy = llm.llm_engine.engine_core.engine_core.scheduler.draft_policy
     policy.choose = lambda _: next(choices)
 
 
-def test_both_widths_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_widths_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     expected = outputs(make_llm(monkeypatch))
     llm = make_llm(monkeypatch, speculative_config=config)
@@ -67,7 +67,7 @@ def test_both_widths_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runner.graphs.replay_for = watched
     assert outputs(llm) == expected
-    assert {(1, True), (4, True)} == set(replayed)
+    assert {(1, True), (2, True), (4, True)} == set(replayed)
 
 
 def test_drafting_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,7 @@ def transitions(
 @pytest.fixture
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts of random heads are hardly ever accepted, which never pays."""
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: policy.num_drafts)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: policy.num_drafts)
 
 
 @dataclass

@@ -143,7 +143,7 @@ def test_many_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Drafts of random heads are hardly ever accepted, which never pays.
-    choose: Callable[..., int] = lambda policy, decodes: policy.num_drafts  # noqa: E731
+    choose: Callable[..., int] = lambda policy, count: policy.num_drafts  # noqa: E731
     monkeypatch.setattr(DraftPolicy, "choose", choose)
     target = target_of(family, root)
     settings: dict[str, Any] = {

@@ -189,17 +189,27 @@ def test_acceptance_after_a_hit_is_acceptance_cold(
     assert steps[0] == steps[1] == 1 + 5
 
 
-@pytest.mark.parametrize(("name", "passes"), [("mtp", DRAFTS), ("dflash-llama", 1)])
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("mtp", [0, 1, 2, 3]),
+        ("eagle3-llama", [0, 1, 2, 3]),
+        ("draft_model-itself", [0, 1, 2, 3]),
+        ("dflash-llama", [0, 1, 1, 1]),
+    ],
+)
 def test_the_policy_is_told_what_drafting_reads(
-    name: str, passes: int, methods: Methods, make_engine: MakeEngine
+    name: str, passes: list[int], methods: Methods, make_engine: MakeEngine
 ) -> None:
     run = engine(make_engine, methods(name), DRAFTS)
     (runner,) = run.llm.collective_rpc(lambda worker: worker.model_runner)
     read, policy = runner.weights_read(), run.core.scheduler.draft_policy
-    assert read.drafter > 0 and runner.drafter.num_passes == passes
-    reading = policy.slowdown(1) * step_cost(1) - step_cost(1 + DRAFTS)
+    once = read.drafter[1]
+    assert once > 0 and read.drafter == tuple(once * count for count in passes)
     assert read.target < LEAST_BYTES
-    assert reading == pytest.approx(read.drafter / LEAST_BYTES)
+    for drafts, count in enumerate(passes):
+        reading = policy.slowdown(1, drafts) * step_cost(1) - step_cost(1 + drafts)
+        assert reading == pytest.approx(count * once / LEAST_BYTES)
 
 
 def test_hits_beside_a_drafter_of_blocks(
@@ -301,16 +311,17 @@ class Reruns(GraphSet):
 
 
 class WholeSteps(StepGraphs):
-    """Pads decodes to one of `sizes`, as whole graphs do; a "replay" runs the model."""
+    """Pads decodes to a size of the plan, as whole graphs do; a "replay" runs the model."""
 
-    def __init__(self, runner: Any, sizes: list[int]) -> None:
+    def __init__(self, runner: Any, plan: GraphPlan) -> None:
         super().__init__()
-        self._runner, self._sizes = runner, sizes
+        self._runner, self._plan = runner, plan
 
     def replay_for(self, shape: StepShape) -> Replay | None:
         if not shape.decode_only:
             return None
-        size = next(size for size in self._sizes if size >= shape.num_reqs)
+        sizes = self._plan.decode_sizes_of(shape.width)
+        size = next(size for size in sizes if size >= shape.num_reqs)
         return Replay(size, True, shape.width)
 
     def replay(self, chosen: Replay) -> torch.Tensor:
@@ -328,13 +339,13 @@ def test_replays_draft_the_same(
 ) -> None:
     """Decodes padded to a captured size, by what was made before any of them was known."""
     method, sizes = methods(name), [2, 3, 6]
-    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3)
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: next(counts))
+    counts = itertools.cycle([DRAFTS] * 5 + [0] * 3 + [1] * 4)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: next(counts))
     drafted = engine(make_engine, method, DRAFTS)
     (runner,) = drafted.llm.collective_rpc(lambda worker: worker.model_runner)
-    plan = GraphPlan(sizes, [], widths=(1, 1 + DRAFTS))
+    plan = GraphPlan(sizes, [], widths=runner.widths)
     sets = runner.drafter.graph_sets(plan, Reruns)
-    runner.graphs = WholeSteps(runner, sizes)
+    runner.graphs = WholeSteps(runner, plan)
     build, of_step = runner.inputs.build, runner.metadata.of_step
 
     def remember(*args: Any, **kwargs: Any) -> StepInputs:
@@ -350,7 +361,7 @@ def test_replays_draft_the_same(
     assert drafted.texts() == plain.texts()
     assert check_proposals(drafted, method) < 0.2
     # What dflash keeps is written within the target's pass.
-    assert len(sets) == (1 if name == "dflash" else 2)
+    assert len(sets) == (2 if name == "dflash" else 3)
     assert all(graphs.replayed > 3 for graphs in sets)
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 from dflash_models import Block, dflash_tensors, write_dflash
 from draft_models import Shape, gen
-from drafter_engines import DRAFTS, Watched, always, nearly_a_bigram_model
+from drafter_engines import DRAFTS, Watched, nearly_a_bigram_model
 from parity_checks import MakeEngine, in_this_process, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_residual_streams
 
 from vllm.benchmarks.acceptance import AcceptanceArgs, predict
-from vllm.v1.core.sched.draft_policy import DraftPolicy
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -53,14 +52,16 @@ def write_dataset(path: Path, target: Path, texts: list[list[int]]) -> Path:
 
 
 @pytest.mark.parametrize("method", ["mtp", "dflash"])
-def test_serving_accepts_as_predicted(
-    method: str, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_serving_accepts_as_predicted(method: str, make_engine: MakeEngine, tmp_path: Path) -> None:
     """Within 3 % (docs/drafters.md)."""
-    monkeypatch.setattr(DraftPolicy, "choose", always)
     target = nearly_a_bigram_model(tmp_path)
     drafter = target if method == "mtp" else drafter_of_blocks(tmp_path / "drafter", target)
-    speculation = {"method": method, "model": str(drafter), "num_speculative_tokens": DRAFTS}
+    speculation = {
+        "method": method,
+        "model": str(drafter),
+        "num_speculative_tokens": DRAFTS,
+        "full_width": True,
+    }
     run = Watched(
         make_engine(
             "qwen3_5", model=str(target), speculative_config=speculation, disable_log_stats=False

@@ -55,7 +55,7 @@ class Notes:
 @pytest.fixture
 def noting(forking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker notes; drafts are verified although these heads are random."""
-    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, decodes: policy.num_drafts)
+    monkeypatch.setattr(DraftPolicy, "choose", lambda policy, count: policy.num_drafts)
     gather, propose, sample = GroupCoordinator.all_gather, LayerDrafter.propose, StepSampler.sample
     told = 0
 

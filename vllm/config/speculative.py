@@ -49,6 +49,11 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = option(
         default=None, help="Draft tokens per step; 1 for extraction."
     )
+    full_width: bool = option(
+        default=False,
+        help="Verify num_speculative_tokens in every step, whether that pays or not: to measure "
+        "acceptance.",
+    )
     prompt_lookup_max: int | None = option(
         default=None, help="Most tokens that `ngram` looks up; 5 if neither is given."
     )

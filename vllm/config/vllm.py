@@ -17,6 +17,7 @@ from vllm.config.areas import (
 )
 from vllm.config.cache import CacheConfig
 from vllm.config.compilation import CompilationConfig
+from vllm.config.draft_ladder import draft_ladder
 from vllm.config.draft_methods.base import DraftSettings
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.config.model import ModelConfig
@@ -152,8 +153,15 @@ class VllmConfig:
 
     @property
     def tokens_to_verify(self) -> int:
-        """Tokens of a decoding request in one step: its newest one and drafts."""
+        """Tokens of a decoding request in one step, at most: its newest one and drafts."""
         return 1 if self.drafter is None else 1 + self.drafter.num_speculative_tokens
+
+    @property
+    def step_widths(self) -> tuple[int, ...]:
+        """Tokens that each decode of a step may have, ascending, up to `tokens_to_verify`: a step
+        runs one of them, and has graphs for each."""
+        full_width = self.drafter is not None and self.drafter.full_width
+        return tuple(1 + k for k in draft_ladder(self.tokens_to_verify - 1, full_width))
 
     @property
     def max_tokens_per_step(self) -> int:

@@ -128,8 +128,6 @@ class Request:
         #: drafts that were verified so far, and those accepted of them
         self.num_verified_drafts = 0
         self.num_accepted_drafts = 0
-        #: mean drafts accepted by its last steps; None before the first (see `DraftPolicy`)
-        self.draft_yield: float | None = None
         #: monotonic seconds: entered the waiting queue, first scheduled
         self.queued_time = 0.0
         self.first_scheduled_time = 0.0

@@ -164,7 +164,7 @@ class Drifting(CheckedGraphs):
 def test_runs_are_compared(runner: ModelRunner, exact: int, hazard: int | None) -> None:
     """With the same launches eagerly, and with themselves: three replays are the first run's."""
     driver = Driver(runner)
-    plan = GraphPlan([4], [], None, (1, runner.width))
+    plan = GraphPlan([4], [], None, runner.widths)
     graphs = Drifting(runner, plan, Recorder(set()))
     graphs.exact = exact
     runner.graphs = graphs

@@ -44,6 +44,8 @@ pytestmark = [
 
 #: a prefill, a decode, both, a decode
 STEPS = 4
+#: enough for every width of three, whole and beside a prefill
+MORE_STEPS = 8
 LAYOUTS = {"mixers": ["attention", "gdn", "kda", "sliding_window"], "mambas": [*MAMBA]}
 #: they run the same layers as other families
 ALIKE = ("llama3_rope", "qwen3", "qwen3_5_tied", "qwen3_5_wide", "granite_h_dense")
@@ -114,8 +116,11 @@ DRAFTERS = (_mtp, _eagle3, _dflash, _draft_model, _ngram, _replay)
 @pytest.mark.parametrize("made", DRAFTERS)
 def test_drafters(made: Callable[[Path], tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     target, method = made(tmp_path / "draft")
-    report = assert_replays(settings(target, method | {"num_speculative_tokens": 2}))
-    assert any(name.startswith("decodes of 3 tokens") for name in report.replays)
+    config = settings(target, method | {"num_speculative_tokens": 3})
+    report = assert_replays(config, MORE_STEPS)
+    for width in (1, 2, 4):
+        for kind in (f"decodes of {width} tokens", f"pieces beside decodes of {width} tokens"):
+            assert any(name.startswith(kind) for name in report.replays)
     has_layers = made in (_mtp, _eagle3, _dflash, _draft_model)
     assert has_layers == any(name.startswith("drafts") for name in report.replays)
 

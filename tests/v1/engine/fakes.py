@@ -83,6 +83,7 @@ def make_vllm_config(
     skip_tokenizer_init: bool = True,
     additional_config: dict[str, Any] | None = None,
     num_drafts: int = 0,
+    full_width: bool = False,
     num_stages: int = 1,
     **scheduler: Any,
 ) -> VllmConfig:
@@ -119,7 +120,9 @@ def make_vllm_config(
         device_config=DeviceConfig(device="cpu"),
         kv_transfer_config=kv_transfer_config,
         speculative_config=(
-            SpeculativeConfig(method="replay", num_speculative_tokens=num_drafts)
+            SpeculativeConfig(
+                method="replay", num_speculative_tokens=num_drafts, full_width=full_width
+            )
             if num_drafts
             else None
         ),

@@ -49,7 +49,9 @@ EXPECTED = {
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
     "spec_decode_num_accepted_tokens_per_pos": "counter",
+    "spec_decode_num_draft_tokens_per_pos": "counter",
     "spec_decode_num_drafts_allowed": "gauge",
+    "spec_decode_num_steps": "counter",
 }
 
 
@@ -99,6 +101,8 @@ def test_text_form_that_clients_parse(config, registry):
         num_draft_tokens=5,
         num_accepted_tokens=2,
         accepted_per_position=[2],
+        drafted_per_position=[5],
+        steps_by_drafts={0: 3, 1: 7},
         prefix_queries=9,
     )
     logger.record(stats, iteration_with_one_request())
@@ -108,6 +112,9 @@ def test_text_form_that_clients_parse(config, registry):
     for pattern in (
         r"^vllm:spec_decode_num_drafts_total" + labels + r"\} 5.0$",
         r"^vllm:spec_decode_num_accepted_tokens_per_pos_total" + labels + r',position="0"\} 2.0$',
+        r"^vllm:spec_decode_num_draft_tokens_per_pos_total" + labels + r',position="0"\} 5.0$',
+        r'^vllm:spec_decode_num_steps_total\{drafts="0",' + labels[2:] + r"\} 3.0$",
+        r'^vllm:spec_decode_num_steps_total\{drafts="1",' + labels[2:] + r"\} 7.0$",
         r"^vllm:num_requests_running" + labels + r"\} 2.0$",
         r"^vllm:kv_cache_usage_perc" + labels + r"\} 0.25$",
         r"^vllm:prompt_tokens_total" + labels + r"\} 9.0$",
@@ -230,16 +237,17 @@ def test_the_line_of_speculation(monkeypatch):
     monkeypatch.setattr(loggers.logger, "info", lambda text, *args: lines.append(text % args))
     now = [0.0]
     logger = LoggingStatLogger(clock=lambda: now[0])
-    stats = SchedulerStats(
-        num_drafts=4, num_draft_tokens=10, num_accepted_tokens=5, accepted_per_position=[3, 2]
-    )
+    stats = SchedulerStats()
+    for drafted, accepted in ((2, 2), (1, 0), (5, 2), (2, 1)):
+        stats.add_drafts(drafted, accepted)
     logger.record(stats, IterationStats())
     now[0] = 10.0
     logger.record(stats, IterationStats())
     assert lines[1] == (
         "SpecDecoding metrics: Mean acceptance length: 2.25, Accepted throughput: 1.00 tokens/s, "
         "Drafted throughput: 2.00 tokens/s, Accepted: 10 tokens, Drafted: 20 tokens, "
-        "Per-position acceptance rate: 0.750, 0.500, Avg Draft acceptance rate: 50.0%"
+        "Per-position acceptance rate: 0.750, 0.667, 0.000, 0.000, 0.000, "
+        "Avg Draft acceptance rate: 50.0%"
     )
     now[0] = 20.0
     logger.record(SchedulerStats(), IterationStats())

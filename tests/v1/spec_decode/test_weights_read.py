@@ -24,30 +24,32 @@ def about(path: Path, *left_out: str, only: str = "", times: int = 1, more: int 
     return pytest.approx(times * (sum(tensor.nbytes for tensor in kept) + more), rel=0.06)
 
 
-def read(target: Path, passes: int, own_head: bool = False, **speculation: object) -> WeightsRead:
+def read(target: Path, own_head: bool = False, **speculation: object) -> WeightsRead:
+    """With none, one and three passes over the drafter's weights."""
     speculative = {"num_speculative_tokens": 3, **speculation}
     args = EngineArgs(str(target), dtype="float32", speculative_config=speculative)
     _, (model, drafter) = models_on_meta(args.create_engine_config())
-    return WeightsRead.of(model, drafter, passes, own_head)
+    return WeightsRead.of(model, drafter, (0, 1, 3), own_head)
 
 
 def test_a_head_of_the_target_reads_its_output_head(tmp_path: Path) -> None:
     target = with_mtp(tiny_model("qwen3_5"), tmp_path / "mtp", mtp_tensors(TINY))
     head = load_file(target / "model.safetensors")["lm_head.weight"].nbytes
-    found = read(target, 3, method="mtp")
+    found = read(target, method="mtp")
     assert found.target == about(target, "mtp.", "embed_tokens")
-    assert found.drafter == about(target, only="mtp.", times=3, more=head)
+    assert found.drafter[1] == about(target, only="mtp.", more=head)
+    assert found.drafter == (0, found.drafter[1], 3 * found.drafter[1])
 
 
 def test_a_head_of_its_own_vocabulary_reads_that_alone(tmp_path: Path) -> None:
     target = tiny_model("qwen3_5")
     draft = write_eagle3(tmp_path / "e3", target, TINY, tensors=eagle3_tensors(TINY, {}))
-    found = read(target, 3, method="eagle3", model=str(draft))
-    assert found.drafter == about(draft, "embed_tokens", "d2t", "t2d", times=3)
+    found = read(target, method="eagle3", model=str(draft))
+    assert found.drafter[2] == about(draft, "embed_tokens", "d2t", "t2d", times=3)
 
 
 def test_a_draft_model_reads_its_own_output_head() -> None:
     target = tiny_model("llama")
-    found = read(target, 1, own_head=True, method="draft_model", model=str(tiny_model("qwen3_5")))
-    assert found.drafter == about(tiny_model("qwen3_5"), "embed_tokens", "mtp.")
+    found = read(target, own_head=True, method="draft_model", model=str(tiny_model("qwen3_5")))
+    assert found.drafter[1] == about(tiny_model("qwen3_5"), "embed_tokens", "mtp.")
     assert found.target == about(target, "embed_tokens")

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from tests.compilation.fake_graphs import Tape
 from vllm import decisions
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config.compilation import (
+    CUDAGraphMode,
+    default_capture_sizes,
+    default_piecewise_sizes,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
@@ -196,7 +200,7 @@ def _config(
     pieces: list[int],
     given: bool = False,
     connector: str | None = None,
-    width: int = 1,
+    widths: tuple[int, ...] = (1,),
 ) -> Any:
     transfer = None
     if connector is not None:
@@ -208,7 +212,7 @@ def _config(
         capture_sizes_given=given,
     )
     return SimpleNamespace(
-        kv_transfer_config=transfer, compilation_config=compilation, tokens_to_verify=width
+        kv_transfer_config=transfer, compilation_config=compilation, step_widths=widths
     )
 
 
@@ -243,6 +247,37 @@ def test_every_mode_gets_its_sizes() -> None:
     assert paged.max_prefills is None
     none = plan_graphs(_config(CUDAGraphMode.NONE, [], []), _BACKENDS, memory)
     assert none.sizes == [] and not decisions.decisions()
+
+
+def test_widths_between_have_fewer_sizes() -> None:
+    """Padding takes a fifth of the time of decodes at most, by the policy's costs, and a half
+    beside prefills; the least and the largest width have every size."""
+    decodes, pieces = default_capture_sizes(256), default_piecewise_sizes(2048)
+    config = _config(_BOTH, decodes, pieces, widths=(1, 2, 4, 8))
+    plan = plan_graphs(config, _BACKENDS, _memory(10_000))
+    assert plan.widths == (1, 2, 4, 8)
+    for width in (1, 8):
+        assert plan.decode_sizes_of(width) == decodes and plan.piecewise_sizes_of(width) == pieces
+    for width in (2, 4):
+        for sizes, kept, tokens, most in (
+            (decodes, plan.decode_sizes_of(width), width, 1.2),
+            (pieces, plan.piecewise_sizes_of(width), 1, 1.5),
+        ):
+            assert len(kept) < len(sizes) and set(kept) < set(sizes) and kept == sorted(kept)
+            for size in range(1, sizes[-1] + 1):
+                least, padded = (next(s for s in of if s >= size) for of in (sizes, kept))
+                if padded > least:
+                    assert 1 + padded * tokens / 128 <= most * (1 + size * tokens / 128)
+    counts = [len(plan.decode_sizes_of(width)) for width in plan.widths]
+    assert counts == [27, 11, 15, 27] and len(plan.piecewise_sizes_of(2)) == 8
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_one_given_size_is_captured_for_every_width(width: int) -> None:
+    plan = GraphPlan([4], [16], widths=(1, 2, 4))
+    assert (plan.decode_sizes_of(width), plan.piecewise_sizes_of(width)) == ([4], [16])
+    nothing = GraphPlan([], [], widths=(1, 2, 4))
+    assert nothing.decode_sizes_of(width) == nothing.piecewise_sizes_of(width) == []
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_arrays_of_a_mixed_step() -> None:
 
 def test_arrays_of_a_step_that_verifies_drafts() -> None:
     """Every decode has as many tokens as the step is wide; what does not count is not accepted."""
-    batch = InputBatch(8, width=3)
+    batch = InputBatch(8, (1, 3))
     for name, known in (("one", 4), ("three", 6), ("new", 5)):
         batch.add(name, list(range(known)), known, GREEDY, 0 if name == "new" else known)
     order = batch.order({"new": 5, "one": 1, "three": 3}, {"new", "one", "three"})
@@ -114,7 +114,7 @@ def test_a_draft_after_the_last_mask_is_not_accepted(
     count: int, tokens: int, accepted: int
 ) -> None:
     """Even if it was sampled; the token that follows the last draft with a mask counts."""
-    batch = InputBatch(8, width=3)
+    batch = InputBatch(8, (1, 3))
     for name in ("free", "masked"):
         batch.add(name, [0, 1, 2], 3, GREEDY, 3)
     order = batch.order({"free": 3, "masked": 3}, {"free", "masked"})

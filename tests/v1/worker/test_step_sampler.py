@@ -98,7 +98,7 @@ def test_metadata_is_made_once_for_the_same_requests(monkeypatch: pytest.MonkeyP
 def test_a_request_samples_once_at_the_end_of_its_prompt_and_after_each_draft_then() -> None:
     """Among the same requests, which is another number of rows."""
     params = SamplingParams(temperature=1.0, seed=2)
-    batch = InputBatch(2, width=3)
+    batch = InputBatch(2, (1, 3))
     sampler = StepSampler(VOCAB, CPU, Progress.create(2, 3, CPU))
     for req_id, computed in (("a", 4), ("b", 2)):
         state = batch.add(req_id, [1, 2, 3, 4], 4, params, computed)

@@ -40,6 +40,8 @@ class DraftSettings:
 
     #: drafts of one request in one step, at most
     num_speculative_tokens: int = 0
+    #: whether each step verifies as many, whether that pays or not
+    full_width: bool = False
 
     def __post_init__(self) -> None:
         count, unknown = self.num_speculative_tokens, self.knows_num_tokens

@@ -171,19 +171,26 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True):
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    #: by position in the draft; how many are drafted varies from step to step
+    drafted_per_position: list[int] = []
     accepted_per_position: list[int] = []
     connector: dict[str, Any] | None = None
     #: of the waiting ones, those that wait for something else than room
     num_deferred: int = 0
-    #: draft tokens that the next step may verify of each request
+    #: draft tokens that the next step may verify of each request; steps by what it was before them
     num_drafts_allowed: int = 0
+    steps_by_drafts: dict[int, int] = {}
 
     def add_drafts(self, count: int, accepted: int) -> None:
         """A request verified `count` drafts."""
         self.num_drafts += 1
         self.num_draft_tokens += count
         self.num_accepted_tokens += accepted
-        self.accepted_per_position += [0] * (count - len(self.accepted_per_position))
+        more = [0] * (count - len(self.drafted_per_position))
+        self.drafted_per_position += more
+        self.accepted_per_position += more
+        for position in range(count):
+            self.drafted_per_position[position] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1
 

@@ -85,7 +85,7 @@ class EngineCore:
                 self.joint.close()
             raise
         self._in_flight = StepsInFlight(self.executor, self.joint)
-        self._width = vllm_config.tokens_to_verify
+        self._widths = vllm_config.step_widths
         self._block_hasher = self._create_block_hasher()
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
@@ -242,7 +242,7 @@ class EngineCore:
         if may_launch and self._has_next_step():
             output = self.scheduler.schedule()
             if self.joint is not None:
-                output.joint = self.joint.join(output.shape(self._width))
+                output.joint = self.joint.join(output.shape(self._widths))
             self._last_step_paused = self._may_pause(output)
             if self._last_step_paused:
                 output.pause_s = _TICK_S
@@ -373,7 +373,7 @@ class EngineCore:
         """Take a step of another replica without any of this one's requests."""
         assert self.joint is not None
         output = SchedulerOutput.make_empty()
-        output.joint = self.joint.join(output.shape(self._width))
+        output.joint = self.joint.join(output.shape(self._widths))
         self.executor.execute_model(output).result(self.executor.step_timeout_s)
         if output.joint is not None:
             self._experts.count_step()

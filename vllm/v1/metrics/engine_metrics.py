@@ -147,6 +147,7 @@ class EngineMetrics:
         self._failures = {s: failures.labels(**self._values, stage=s) for s in FAILURE_STAGES}
         self.spec_counters: dict[str, Counter] = {}
         self.drafts_allowed: Gauge | None = None
+        self.steps_by_drafts: dict[int, Counter] = {}
         self._add_speculation(vllm_config)
         self._add_cache_info(vllm_config)
         self._engine = engine
@@ -188,17 +189,30 @@ class EngineMetrics:
             self.drafts_allowed = self._bound(
                 self._gauge(
                     "spec_decode_num_drafts_allowed",
-                    "Draft tokens that a step may verify per request now; 0: it does not pay.",
+                    "Draft tokens that the next step may verify per request; 0: none would pay.",
                 )
             )
-        accepted = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens accepted, by position in the draft.",
-            ("position",),
+            steps = self._counter(
+                "spec_decode_num_steps",
+                "Steps by the draft tokens that they might verify per request.",
+                ("drafts",),
+            )
+            self.steps_by_drafts = {
+                width - 1: steps.labels(**self._values, drafts=str(width - 1))
+                for width in vllm_config.step_widths
+            }
+        num_drafts = speculative.num_drafts
+        self.drafted = self._per_position(
+            num_drafts, "draft_tokens", "Tokens drafted, by position in the draft."
         )
-        self.accepted = [
-            accepted.labels(**self._values, position=str(position))
-            for position in range(speculative.num_drafts)
+        self.accepted = self._per_position(
+            num_drafts, "accepted_tokens", "Drafted tokens accepted, by position in the draft."
+        )
+
+    def _per_position(self, num_drafts: int, name: str, text: str) -> list[Counter]:
+        counter = self._counter(f"spec_decode_num_{name}_per_pos", text, ("position",))
+        return [
+            counter.labels(**self._values, position=str(position)) for position in range(num_drafts)
         ]
 
     def _add_cache_info(self, vllm_config: VllmConfig) -> None:
@@ -248,8 +262,12 @@ class EngineMetrics:
             self._connector.observe(stats.connector, self._engine)
         if self.drafts_allowed is not None:
             self.drafts_allowed.set(stats.num_drafts_allowed)
+            for drafts, count in stats.steps_by_drafts.items():
+                self.steps_by_drafts[drafts].inc(count)
         if self.spec_counters:
-            for counter, count in zip(self.accepted, stats.accepted_per_position, strict=False):
+            drafted = zip(self.drafted, stats.drafted_per_position, strict=False)
+            accepted = zip(self.accepted, stats.accepted_per_position, strict=False)
+            for counter, count in (*drafted, *accepted):
                 counter.inc(count)
 
     def record_sleep(self, level: int) -> None:

@@ -55,6 +55,8 @@ class LoggingStatLogger(StatLoggerBase):
         self._num_prompt_tokens = self._num_generation_tokens = 0
         self._queries = self._hits = 0
         self._drafts = self._draft_tokens = 0
+        #: by position in the draft
+        self._drafted: list[int] = []
         self._accepted: list[int] = []
 
     def record(
@@ -68,9 +70,8 @@ class LoggingStatLogger(StatLoggerBase):
             self._hits += scheduler_stats.prefix_hits
             self._drafts += scheduler_stats.num_drafts
             self._draft_tokens += scheduler_stats.num_draft_tokens
-            accepted = scheduler_stats.accepted_per_position
-            pairs = zip_longest(self._accepted, accepted, fillvalue=0)
-            self._accepted = [before + new for before, new in pairs]
+            self._drafted = _sums(self._drafted, scheduler_stats.drafted_per_position)
+            self._accepted = _sums(self._accepted, scheduler_stats.accepted_per_position)
         if self.is_due():
             self.log()
 
@@ -98,8 +99,13 @@ class LoggingStatLogger(StatLoggerBase):
         self._reset()
 
     def _log_speculation(self, seconds: float) -> None:
-        """Rates are of the steps that verified drafts; lengths count the token after them."""
+        """Rates are of the steps that verified drafts, those of a position of the steps that
+        verified so many; lengths count the token after them."""
         accepted = sum(self._accepted)
+        rates = [
+            count / max(drafted, 1)
+            for count, drafted in zip(self._accepted, self._drafted, strict=True)
+        ]
         logger.info(
             "SpecDecoding metrics: Mean acceptance length: %.2f, "
             "Accepted throughput: %.2f tokens/s, Drafted throughput: %.2f tokens/s, "
@@ -110,9 +116,13 @@ class LoggingStatLogger(StatLoggerBase):
             self._draft_tokens / seconds,
             accepted,
             self._draft_tokens,
-            ", ".join(f"{count / self._drafts:.3f}" for count in self._accepted),
+            ", ".join(f"{rate:.3f}" for rate in rates),
             100 * accepted / self._draft_tokens,
         )
+
+
+def _sums(before: list[int], new: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(before, new, fillvalue=0)]
 
 
 class PrometheusStatLogger(StatLoggerBase):

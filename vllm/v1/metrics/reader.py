@@ -12,7 +12,9 @@ from prometheus_client.samples import Sample
 
 _PREFIX = "vllm:"
 #: counters whose `position` label becomes the index of a vector
-_VECTORS = frozenset({"vllm:spec_decode_num_accepted_tokens_per_pos"})
+_VECTORS = frozenset(
+    f"vllm:spec_decode_num_{kind}_tokens_per_pos" for kind in ("draft", "accepted")
+)
 
 
 @dataclass

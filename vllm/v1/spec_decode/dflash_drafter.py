@@ -53,9 +53,9 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
     def tokens_at_once(self) -> int:
         return self._fields.block_size
 
-    @property
-    def num_passes(self) -> int:
-        return 1
+    def num_passes(self, num_drafts: int) -> int:
+        """One, of the whole block."""
+        return min(num_drafts, 1)
 
     @property
     def residual_layer_ids(self) -> tuple[int, ...]:

@@ -56,8 +56,11 @@ class DraftLoop:
         self._ahead = torch.arange(width, device=device)
         self._seq_lens = zeros(torch.int32, rows)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=device) * width
-        #: the last row takes what belongs to no request
-        self._drafts = zeros(torch.int64, rows + 1, progress.width - 1)
+        #: of each row its drafts, zeros, and at last how many drafts there are; the last row takes
+        #: what belongs to no request
+        self._drafts = zeros(torch.int64, rows + 1, progress.width)
+        #: `[width, rows]`: each number up to the most drafts, for all rows
+        self._numbers = torch.arange(progress.width, device=device).repeat(rows, 1).t().contiguous()
         self._groups: dict[int, _Group] = {}
         self._names: list[str] = []
 
@@ -124,19 +127,27 @@ class DraftLoop:
 
     def keep(self, rows: DraftRows, drafts: Sequence[Tensor]) -> Tensor:
         """`drafts`, each `[rows]` int64, are what the rows' next step verifies; returned as
-        `[rows, drafts]`."""
+        `[rows, drafts]`. Rows that had no part in the step keep theirs, which may be others and
+        more or fewer."""
         spare, count = len(self._drafts) - 1, len(drafts)
         where = torch.where(rows.is_real, rows.rows, spare)
-        found = torch.stack(list(drafts), dim=1)
-        self._drafts[:, :count].index_copy_(0, where, found)
-        self._progress.tokens[:, 1 : 1 + count] = self._drafts[:-1, :count]
-        self._progress.num_drafts.fill_(count)
-        return found
+        numbers = self._numbers[:, : len(where)]
+        nothing = [numbers[0]] * (self._progress.width - 1 - count)
+        found = torch.stack([*drafts, *nothing, numbers[count]], dim=1)
+        self._drafts.index_copy_(0, where, found)
+        self._progress.tokens[:, 1:] = self._drafts[:-1, :-1]
+        self._progress.num_drafts.copy_(self._drafts[:-1, -1])
+        return found[:, :count]
 
     @property
     def spare(self) -> Tensor:
         """The row that drafts for padding go to."""
         return self._drafts[-1:]
+
+    def keep_none(self) -> None:
+        """The next step of no row verifies any."""
+        self._drafts.zero_()
+        self._progress.num_drafts.zero_()
 
 
 @dataclass(frozen=True)

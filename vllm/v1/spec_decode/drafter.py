@@ -41,8 +41,9 @@ class DraftStep:
     are the tokens, and `counts [k]` int32 how many of each request's are output: its accepted
     drafts and the token after them. Both are None where no request samples (a prompt's chunk).
 
-    `num_drafts`: drafts that the next steps can verify per row. With 0 a drafter brings its state
-    up to date (its layers' keys, its history) and proposes nothing.
+    `num_drafts`: drafts that the next steps can verify per row, any number of the policy's ladder,
+    whatever this step verified. With 0 a drafter brings its state up to date (its layers' keys, its
+    history) and proposes nothing.
     """
 
     order: StepOrder
@@ -88,9 +89,8 @@ class Drafter(ABC, Generic[S]):
         """Which residual streams `observe` gets, ascending: id k is the stream after k layers."""
         return ()
 
-    @property
-    def num_passes(self) -> int:
-        """How often a step that drafts reads the drafter's weights."""
+    def num_passes(self, num_drafts: int) -> int:
+        """How often a step that makes so many drafts per request reads the drafter's weights."""
         return 0
 
     @property

@@ -40,9 +40,9 @@ class LayerDrafter(Drafter[S], Generic[S]):
         #: by width of the decodes and number of drafts
         self._graphs: dict[tuple[int, int], GraphSet] = {}
 
-    @property
-    def num_passes(self) -> int:
-        return self.settings.num_speculative_tokens
+    def num_passes(self, num_drafts: int) -> int:
+        """One per draft: each is an input of the next."""
+        return num_drafts
 
     @property
     def attn_layer_names(self) -> Sequence[str]:
@@ -88,11 +88,13 @@ class LayerDrafter(Drafter[S], Generic[S]):
     def graph_sets(
         self, plan: GraphPlan, new_set: Callable[[list[int], Prepare], GraphSet]
     ) -> Sequence[GraphSet]:
-        """Of the two kinds of steps that repeat: with as many drafts as there may be, or none."""
-        most = self.settings.num_speculative_tokens
-        kinds = [(1 + most, most), *([(1, 0)] if self.runs_without_drafts else [])]
+        """Of the steps that repeat: those that draft as many as they have verified. A step after
+        which another width begins runs eagerly."""
+        kinds = [(width, width - 1) for width in plan.widths if width > 1]
+        if self.runs_without_drafts:
+            kinds.append((1, 0))
         self._graphs = {
-            kind: new_set(plan.decode_sizes, partial(self._padded, *kind))
+            kind: new_set(plan.decode_sizes_of(kind[0]), partial(self._padded, *kind))
             for kind in kinds
             if plan.decode_sizes
         }
@@ -133,5 +135,5 @@ class LayerDrafter(Drafter[S], Generic[S]):
         if num_drafts:
             return self._draft(inputs, num_reqs, num_drafts)
         self._keep(inputs)
-        self.progress.num_drafts.zero_()
+        self.loop.keep_none()
         return torch.empty(num_reqs, 0, dtype=torch.int64, device=self.device)

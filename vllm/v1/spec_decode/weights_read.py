@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -15,23 +16,30 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 @dataclass(frozen=True)
 class WeightsRead:
-    """Of one rank, in bytes: the target's in a step, and the drafter's in a step that drafts."""
+    """Of one rank, in bytes per step: the target's, and the drafter's by the number of drafts per
+    request, from 0 on."""
 
     target: int
-    drafter: int = 0
+    drafter: tuple[int, ...]
 
     @classmethod
     def of(
-        cls, target: nn.Module, drafter: nn.Module | None, num_passes: int, own_head: bool
+        cls,
+        target: nn.Module,
+        drafter: nn.Module | None,
+        num_passes: Sequence[int],
+        own_head: bool,
     ) -> WeightsRead:
-        """`drafter`: its own modules, run `num_passes` times; its output head is its own
-        (`own_head`), or the target's unless it has one. Of embeddings only single rows are read,
-        unless they are output heads, too; of a mixture all experts count, as in large batches."""
+        """`drafter`: its own modules, run `num_passes[k]` times to make `k` drafts; its output head
+        is its own (`own_head`), or the target's unless it has one. Of embeddings only single rows
+        are read, unless they are output heads, too; of a mixture all experts count, as in large
+        batches."""
         whole = _bytes(target) + _head_bytes(target)
         if drafter is None:
-            return cls(whole)
+            return cls(whole, (0,) * len(num_passes))
         heads = (drafter,) if own_head else (drafter, target)
-        return cls(whole, num_passes * (_bytes(drafter) + _head_bytes(*heads)))
+        once = _bytes(drafter) + _head_bytes(*heads)
+        return cls(whole, tuple(passes * once for passes in num_passes))
 
 
 def _bytes(model: nn.Module) -> int:

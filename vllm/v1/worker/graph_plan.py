@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from vllm import decisions
 from vllm.config import VllmConfig
@@ -11,13 +12,24 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.arena_sizing import largest, pages_per_request
+from vllm.v1.core.sched.draft_policy import step_cost
 from vllm.v1.kv_cache_interface import KVCacheConfig
+
+#: time that a step of a width between the others' may take at most, by that without padding: of
+#: decodes, and beside prefills, where there are few steps
+_PADDED, _PADDED_MIXED = 1.2, 1.5
 
 
 @dataclass(frozen=True)
 class GraphPlan:
     """Sizes to capture, ascending: decode steps whole (requests), others in pieces (tokens); all of
-    them for decodes of each of the `widths`, in tokens.
+    them for decodes of the first and the last of the `widths` (tokens, ascending), which are one
+    token and all drafts, and fewer for those between.
+
+    Each size costs its capture for every width, and what a width between gains over its neighbours
+    is no more than what coarse sizes lose: so a step there may take `_PADDED` of what it would take
+    without padding, by the policy's costs of steps. That leaves most small sizes out, for few
+    tokens are nearly as quick as one.
 
     `max_prefills`: in a step that replays pieces; None: any number.
     """
@@ -30,6 +42,27 @@ class GraphPlan:
     @property
     def sizes(self) -> list[int]:
         return self.decode_sizes + self.piecewise_sizes
+
+    def decode_sizes_of(self, width: int) -> list[int]:
+        """Sizes of whole steps of decodes of `width` tokens, in requests."""
+        return self._sizes_of(width, self.decode_sizes, width, _PADDED)
+
+    def piecewise_sizes_of(self, width: int) -> list[int]:
+        """Sizes of other steps whose decodes have `width` tokens, in tokens."""
+        return self._sizes_of(width, self.piecewise_sizes, 1, _PADDED_MIXED)
+
+    def _sizes_of(self, width: int, sizes: list[int], tokens: int, most: float) -> list[int]:
+        """Those of `sizes`, each of so many `tokens`, that are captured for a width, so that none
+        takes more than `most` of its time without padding."""
+        if width in (self.widths[0], self.widths[-1]):
+            return sizes
+        kept: list[int] = []
+        for smaller, size in reversed(list(pairwise([0, *sizes]))):
+            # Without this size the least step that it is for would run as the one above.
+            least = step_cost((smaller + 1) * tokens)
+            if not kept or step_cost(kept[0] * tokens) > most * least:
+                kept.insert(0, size)
+        return kept
 
 
 def full_graphs_forbidden(
@@ -71,7 +104,7 @@ def plan_graphs(
     pieces = list(compilation.piecewise_capture_sizes)
     limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
     max_prefills = min(limits, default=None)
-    widths = tuple(sorted({1, vllm_config.tokens_to_verify}))
+    widths = vllm_config.step_widths
     if not mode.decode_is_full:
         return GraphPlan([], pieces, max_prefills, widths)
     reason = full_graphs_forbidden(vllm_config, backends)

@@ -33,8 +33,8 @@ def coarse_sizes(sizes: list[int]) -> list[int]:
 def capture_order(sizes: list[int]) -> list[int]:
     """The coarse sizes, then the rest; each part descending.
 
-    After the first part every batch has a graph that is less than twice too large, and smaller
-    captures find the memory of larger ones to reuse.
+    After the first part every batch has a graph that is less than twice too large, if `sizes` have
+    the powers of two, and smaller captures find the memory of larger ones to reuse.
     """
     first = coarse_sizes(sizes)
     return first[::-1] + sorted(set(sizes) - set(first), reverse=True)

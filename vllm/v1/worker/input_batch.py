@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.step_shape import StepShape
+from vllm.v1.core.sched.step_shape import StepShape, padded_width
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,13 +117,14 @@ class InputBatch:
 
     `[max_rows]` int64 by row: tokens the host knows, tokens computed by the steps launched so far,
     tokens sampled by them. Of rows that verify drafts the last two are bounds: at most so many
-    computed, at least so many sampled. A step verifies them in `width` tokens per request.
+    computed, at least so many sampled. A step verifies them in one of the `widths` (ascending), in
+    tokens per request: the least that has room for each request's.
     """
 
-    def __init__(self, max_rows: int, width: int = 1, num_sets: int = 1) -> None:
+    def __init__(self, max_rows: int, widths: Sequence[int] = (1,), num_sets: int = 1) -> None:
         """`num_sets`: sets of decodes that take turns."""
         self.max_rows = max_rows
-        self.width = width
+        self.widths = tuple(widths)
         self.known_tokens = np.zeros(max_rows, dtype=np.int64)
         self.num_computed = np.zeros(max_rows, dtype=np.int64)
         self.num_output = np.zeros(max_rows, dtype=np.int64)
@@ -192,9 +193,9 @@ class InputBatch:
         rows = np.array([state.row for state in states], dtype=np.int64)
         counts = np.array(list(num_scheduled.values()), dtype=np.int64)
         computed = self.num_computed[rows]
-        ahead = (computed >= self.known_tokens[rows]) & (counts <= self.width)
+        ahead = (computed >= self.known_tokens[rows]) & (counts <= self.widths[-1])
         decodes = (counts == 1) & (computed > 0) | ahead
-        wide = bool((counts[decodes] > 1).any())
+        width = padded_width(self.widths, int(counts[decodes].max(initial=1)))
         order_of = np.argsort(~decodes, kind="stable")
         rows, counts = rows[order_of], counts[order_of]
         states = [states[i] for i in order_of.tolist()]
@@ -210,7 +211,7 @@ class InputBatch:
             num_decodes=int(decodes.sum()),
             sampling=np.array(sampling, dtype=np.int64),
             sampled=SampledRequests([states[i] for i in sampling], [req_ids[i] for i in sampling]),
-            width=self.width if wide else 1,
+            width=width,
         )
         self._orders.append((decode_set_id, order))
         return order

@@ -70,10 +70,11 @@ class ModelOnDevice:
         self.vocab_size = self.model_config.get_vocab_size()
         #: steps whose staged arrays may still be in use
         self.depth = vllm_config.steps_in_flight + 1
-        #: tokens of a decode that verifies drafts
-        self.width = vllm_config.tokens_to_verify
+        #: tokens that a decode may have in a step, and the most
+        self.widths = vllm_config.step_widths
+        self.width = self.widths[-1]
         stages = vllm_config.parallel_config.pipeline_parallel_size
-        self.batch = InputBatch(self.max_rows, self.width, num_sets=stages)
+        self.batch = InputBatch(self.max_rows, self.widths, num_sets=stages)
         self.uploads = Uploads.create(device, self.depth)
         self.inputs = StepInputBuilder(
             self.max_rows,
@@ -132,10 +133,11 @@ class ModelOnDevice:
         """Per step, of the model and the drafter."""
         drafter = self.drafter
         if drafter is None:
-            return WeightsRead.of(self.model, None, 0, own_head=False)
+            return WeightsRead.of(self.model, None, (0,), own_head=False)
         own = self.models[1 if self.capture is None else 2 :]
         own_head = drafter.settings.is_draft_model
-        return WeightsRead.of(self.model, next(iter(own), None), drafter.num_passes, own_head)
+        passes = [drafter.num_passes(num_drafts) for num_drafts in range(self.width)]
+        return WeightsRead.of(self.model, next(iter(own), None), passes, own_head)
 
     def _join_pipeline(self) -> PipelineStage:
         """Meet the other stages; `VLLMValidationError` for a model that cannot be a stage."""

@@ -88,11 +88,18 @@ class PaddedSteps:
             return StepGraphs()
         new_graph = partial(DeviceGraph, torch.cuda.graph_pool_handle())
         graph_set = partial(GraphSet, new_graph=new_graph, briefly=self._briefly)
-        whole = partial(graph_set, plan.decode_sizes, split=False)
-        pieces = partial(graph_set, plan.piecewise_sizes, split=True)
+
+        def whole(width: int) -> GraphSet:
+            prepare = partial(self.decodes, width=width)
+            return graph_set(plan.decode_sizes_of(width), prepare, split=False)
+
+        def pieces(width: int) -> GraphSet:
+            prepare = partial(self.tokens, width=width)
+            return graph_set(plan.piecewise_sizes_of(width), prepare, split=True)
+
         return StepGraphs(
-            {width: whole(partial(self.decodes, width=width)) for width in plan.widths},
-            {width: pieces(partial(self.tokens, width=width)) for width in plan.widths},
+            {width: whole(width) for width in plan.widths},
+            {width: pieces(width) for width in plan.widths},
             plan.max_prefills,
             drafter.graph_sets(plan, partial(graph_set, split=False)) if drafter else (),
         )

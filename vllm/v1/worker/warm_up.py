@@ -61,7 +61,7 @@ _COMMON = (
 @dataclass(frozen=True)
 class DummyBatch:
     """Requests that each prefill `length` tokens after `context` computed ones, then decode: one
-    token, and as many as a step verifies."""
+    token, and as many as steps of each width verify."""
 
     count: int
     length: int
@@ -234,12 +234,12 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
         )
         for i in range(batch.count)
     ]
-    req_ids, drafts = [request.req_id for request in requests], runner.width - 1
+    req_ids = [request.req_id for request in requests]
     runner.execute_dummy(
-        _step(requests, CachedRequestData.make_empty(), req_ids, batch.length, drafts),
+        _step(requests, CachedRequestData.make_empty(), req_ids, batch.length, runner.width - 1),
         launches=not decode_known_tokens,
     )
-    for i, width in enumerate(sorted({1, runner.width}) if batch.decode else ()):
+    for i, width in enumerate(runner.widths if batch.decode else ()):
         cached = CachedRequestData(
             req_ids=req_ids,
             new_block_ids=[None] * len(req_ids),
@@ -247,7 +247,7 @@ def run_batch(runner: ModelRunner, batch: DummyBatch, decode_known_tokens: bool 
             num_output_tokens=[1 + i] * len(req_ids),
         )
         runner.execute_dummy(
-            _step([], cached, req_ids, width, drafts), launches=not decode_known_tokens
+            _step([], cached, req_ids, width, width - 1), launches=not decode_known_tokens
         )
     forget_counts(runner.models)
     finished = SchedulerOutput.make_empty()

@@ -294,8 +294,9 @@ class Worker:
         ranks = get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
         return ranks, metadata
 
-    def weights_read(self) -> tuple[int, int]:
-        """Bytes of weights that a step reads here: of the model, and to draft of the drafter."""
+    def weights_read(self) -> tuple[int, tuple[int, ...]]:
+        """Bytes of weights that a step reads here: of the model, and by its number of drafts per
+        request of the drafter."""
         read = self.model_runner.weights_read()
         return read.target, read.drafter
 

@@ -175,7 +175,7 @@ def test_accepted_drafts_are_counted_by_position():
     driver = Driver(make_scheduler(num_drafts=2))
     driver.add(make_request("a", prompt_of(0, 9), max_tokens=60, ignore_eos=True))
     drafts = verified = 0
-    accepted = [0, 0]
+    accepted, drafted = [0, 0], [0, 0]
     while driver.scheduler.has_requests():
         output = driver.scheduler.schedule()
         verified += sum(map(len, output.scheduled_spec_decode_tokens.values()))
@@ -184,7 +184,9 @@ def test_accepted_drafts_are_counted_by_position():
             drafts += stats.num_draft_tokens
             for position, count in enumerate(stats.accepted_per_position):
                 accepted[position] += count
-    assert drafts == verified > 0
+            for position, count in enumerate(stats.drafted_per_position):
+                drafted[position] += count
+    assert drafts == verified == sum(drafted) > 0
     assert accepted[0] >= accepted[1] > 0
 
 

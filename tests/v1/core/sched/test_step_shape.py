@@ -12,6 +12,7 @@ from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.input_batch import InputBatch
 
 NOTHING = StepShape(0, 0, 0, True)
+WIDTHS = (1, 2, 4)
 
 
 def output(
@@ -57,8 +58,8 @@ def test_the_core_and_the_worker_say_the_same(
     expected: StepShape,
 ) -> None:
     step = output(requests, new, unsampled)
-    assert step.shape(4) == expected
-    batch = InputBatch(8)
+    assert step.shape(WIDTHS) == expected
+    batch = InputBatch(8, WIDTHS)
     for name, (computed, _) in requests.items():
         batch.add(name, [1] * 50, 50, SamplingParams(), computed)
     assert batch.order(step.num_scheduled_tokens, step.sampling_req_ids).shape == expected
@@ -68,16 +69,18 @@ def test_a_set_of_decodes_needs_no_look_at_its_requests() -> None:
     step = output({"a": (50, 1), "b": (70, 1)})
     step.scheduled_cached_reqs.num_computed_tokens = np.array([])  # type: ignore[assignment]
     step.decode_set_id = 3
-    assert step.shape(4) == StepShape(2, 2, 0, True)
+    assert step.shape(WIDTHS) == StepShape(2, 2, 0, True)
 
 
 @pytest.mark.parametrize(
     ("requests", "unsampled", "expected"),
     [
         ({"a": (50, 4), "b": (70, 4)}, (), StepShape(8, 2, 0, True, 4)),
+        ({"a": (50, 2), "b": (70, 2)}, (), StepShape(4, 2, 0, True, 2)),
         # A decode without drafts, or with fewer, is padded to the others' width; a prefill is not.
         ({"a": (50, 3), "b": (70, 1)}, (), StepShape(8, 2, 0, True, 4)),
-        ({"a": (50, 2), "b": (10, 40), "c": (30, 1)}, ("c",), StepShape(48, 3, 1, False, 4)),
+        ({"a": (50, 3), "b": (10, 40), "c": (30, 1)}, ("c",), StepShape(48, 3, 1, False, 4)),
+        ({"a": (50, 2), "b": (10, 40), "c": (30, 1)}, ("c",), StepShape(44, 3, 1, False, 2)),
     ],
 )
 def test_drafts_widen_decodes(
@@ -85,13 +88,16 @@ def test_drafts_widen_decodes(
 ) -> None:
     drafts = tuple(one for one, (computed, count) in requests.items() if 1 < count <= 4)
     step = output(requests, unsampled=unsampled, drafts=drafts)
-    assert step.shape(4) == expected
-    batch = InputBatch(8, width=4)
+    assert step.shape(WIDTHS) == expected
+    batch = InputBatch(8, WIDTHS)
     for name, (computed, _) in requests.items():
         batch.add(name, [1] * 50, 50, SamplingParams(), computed)
     assert batch.order(step.num_scheduled_tokens, step.sampling_req_ids).shape == expected
     step.decode_set_id = 3
-    assert step.shape(4) == StepShape(4 * len(requests), len(requests), 0, True, 4)
+    # The core believes what the scheduler says of a set of decodes, whose counts are all the same.
+    width = expected.width
+    same = StepShape(width * len(requests), len(requests), 0, True, width)
+    assert step.shape(WIDTHS) == same
 
 
 def test_a_wider_step_has_more_tokens_of_decodes() -> None:

@@ -43,7 +43,7 @@ def capture_own_sizes(
         run.done.append("a capture at the sizes to serve with failed")
         return
     graphs = runner.graphs
-    plan = GraphPlan(graphs.sizes, graphs.piecewise_sizes, None, tuple(sorted({1, runner.width})))
+    plan = GraphPlan(graphs.sizes, graphs.piecewise_sizes, None, runner.widths)
     problems = size_problems(runner, plan)
     run.findings += [one.spot.finding(one.hazard, one.message) for one in problems]
     run.done.append(

@@ -132,12 +132,13 @@ class CheckedGraphs(StepGraphs):
 
         def decodes(width: int) -> CheckedGraphSet:
             name = f"decodes of {width} tokens, batch"
-            return of_tokens(name, plan.decode_sizes, partial(steps.decodes, width=width))
+            sizes = plan.decode_sizes_of(width)
+            return of_tokens(name, sizes, partial(steps.decodes, width=width))
 
         def pieces(width: int) -> CheckedGraphSet:
             return of_tokens(
                 f"pieces beside decodes of {width} tokens, tokens",
-                plan.piecewise_sizes,
+                plan.piecewise_sizes_of(width),
                 partial(steps.tokens, width=width),
                 split=True,
                 eager=partial(steps.in_context, width=width),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vllm.sampling_params import SamplingParams
@@ -85,6 +86,8 @@ class Driver:
         self._live: dict[str, _Request] = {}
         self._ended: set[str] = set()
         self._count = self._steps = 0
+        #: of the decodes of the next step; half the steps keep it, so that graphs of drafts replay
+        self._width = self._runner.width
         self._free = list(range(self._runner.arena.plan.num_pages - 1, 0, -1))
 
     def restart(self, seed: int = 0) -> None:
@@ -95,7 +98,7 @@ class Driver:
         runner.forget(output)
         self._begin(seed)
         # Rows are then given out in the order of a new batch.
-        runner.batch = InputBatch(runner.max_rows, runner.width)
+        runner.batch = InputBatch(runner.max_rows, runner.widths)
         runner.arena.buffer.zero_()
         progress = runner.inputs.progress
         for tensor in (progress.computed, progress.tokens, progress.num_drafts):
@@ -104,9 +107,13 @@ class Driver:
             runner.journals.bind(runner.block_tables)
 
     def newest_tokens(self) -> Tensor:
-        """`[requests, width]` int64: of all requests that go on, their newest tokens and drafts."""
+        """`[requests, width]` int64: of all requests that go on, their newest tokens and drafts, 0
+        where the last step made fewer."""
         rows = [self._runner.batch.requests[name].row for name in self._live]
-        return self._runner.inputs.progress.tokens[rows]
+        progress = self._runner.inputs.progress
+        ahead = torch.arange(progress.width, device=progress.tokens.device)
+        made = ahead <= progress.num_drafts[rows].unsqueeze(1)
+        return torch.where(made, progress.tokens[rows], 0)
 
     def written_blocks(self, group_id: int) -> list[int]:
         """Of the requests that go on, the blocks of a group that are written to their end; a draft
@@ -126,11 +133,18 @@ class Driver:
         self._steps += 1
         if not ready or (self._steps % _MIXED == 3 and len(ready) < runner.max_rows):
             prefills = [self._arrive() for _ in range(1 if ready else 2)]
-        width = runner.width if source.randrange(4) else 1
+        width = self._width
+        if source.randrange(4) < 2 and decodes:
+            self._width = self._narrower(width)
         self._run(decodes, prefills, width)
         full = [n for n, r in self._live.items() if r.length + 2 * runner.width >= self._longest]
         if len(self._live) == runner.max_rows or full:
             self._end(full[0] if full else next(iter(self._live)))
+
+    def _narrower(self, width: int) -> int:
+        """The width before this one, and the largest after the least: each comes soon."""
+        widths = self._runner.widths
+        return widths[widths.index(width) - 1]
 
     def _run(self, decodes: list[str], prefills: list[str], width: int) -> None:
         runner = self._runner
@@ -149,7 +163,7 @@ class Driver:
             scheduled,
             sum(scheduled.values()),
             sampling_req_ids=set(scheduled),
-            num_next_drafts=runner.width - 1,
+            num_next_drafts=self._width - 1,
         )
         output.finished_req_ids, self._ended = self._ended, set()
         if self._masks is not None and width == 1:

@@ -145,9 +145,10 @@ def owners(runner: ModelRunner) -> dict[str, object]:
 
 
 def plan_of(runner: ModelRunner) -> GraphPlan:
-    """Every power of two up to the rows there are, for each width; two sizes in pieces."""
+    """Every power of two up to the rows there are, for each width those that an engine captures of
+    them; two sizes in pieces."""
     sizes = [1 << i for i in range(runner.max_rows.bit_length()) if 1 << i <= runner.max_rows]
     pieces = [size for size in _PIECES if size <= runner.inputs.max_tokens]
     backends = [runner.layers[g.layer_names[0]].get_attn_backend() for g in runner.groups]
     limits = [b.max_prefills_in_graph for b in backends if b.max_prefills_in_graph is not None]
-    return GraphPlan(sizes, pieces, min(limits, default=None), tuple(sorted({1, runner.width})))
+    return GraphPlan(sizes, pieces, min(limits, default=None), runner.widths)

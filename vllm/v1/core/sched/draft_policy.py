@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the next step verifies drafts: measured acceptance against what the wider step costs."""
+"""How many drafts the next step verifies: measured acceptance against what the wider step costs."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from vllm import decisions
-from vllm.v1.request import Request
+from vllm.config.draft_ladder import draft_ladder
+from vllm.v1.core.sched.draft_survival import DraftSurvival
+from vllm.v1.core.sched.draft_trials import DraftTrials
 
 #: tokens whose computation takes a step as long as reading the weights does
 BALANCE = 128
 #: weights that take no time to read beside the rest of a step: tiny models' are fewer
 LEAST_BYTES = 2**26
-#: weight of a request's newest verification in its yield
-_NEWEST = 0.2
-#: what drafting has to gain beyond what it costs
-_MARGIN = 1.02
-#: steps of a trial of what did not pay, the fewest steps between two, and the most that trials may
-#: add to the time of all steps
-_TRIAL, _PAUSE, _TRIALS_SHARE = 4, 32, 0.01
+#: by what another number of drafts has to be better, in output per time
+_MARGIN = 1.01
 _SECONDS_BETWEEN_RECORDS = 10.0
 
 
@@ -29,89 +27,105 @@ def step_cost(num_tokens: int) -> float:
 
 
 class DraftPolicy:
-    """Chooses between no drafts and `num_drafts` per request, for all decodes of a step: its
-    kernels run one width, so a request without drafts would cost as much beside others with them.
+    """Chooses how many drafts per request the next step verifies, a number of `ladder`, for all
+    decodes of the step: its kernels run one width, so a request with fewer would cost as much.
 
-    A request's *yield* is the mean number of drafts that were accepted in its last steps that
-    verified any, those for which the drafter found none included. Drafting pays while the output of
-    a step grows by more than its time does (`step_cost`). Where it does not, it is tried for a few
-    steps now and then, the more seldom the more a trial costs, unless the batch is so large that
-    not even full acceptance would pay.
+    A number is worth the tokens that a step is expected to output (`DraftSurvival`) by the time it
+    takes: `step_cost` of its tokens, and what the drafter reads of its own weights to propose them
+    (`use_weights_read`). The best one is chosen, but for trials of larger ones (`DraftTrials`); not
+    of those that could not pay even if all drafts were accepted, the batch being so large. It is
+    left for one that is better by `_MARGIN`, and for 0 as soon as it costs more than it gains: the
+    first step of another width costs more than the others.
 
-    A step that drafts reads the drafter's weights besides (`use_weights_read`).
+    With `full_width` each step verifies all drafts, whether that pays or not.
     """
 
-    def __init__(self, num_drafts: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_drafts: int,
+        full_width: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_drafts = num_drafts
+        self.ladder = draft_ladder(num_drafts, full_width)
+        self._full_width = full_width
+        #: steps by the drafts they were allowed, since `take_counts`
+        self._counts: Counter[int] = Counter()
         self._clock = clock
-        #: what drafting takes, in units of reading the target's weights once
-        self._drafting = 0.0
-        #: the yield that a new request is expected to have
-        self._expected = float(num_drafts)
-        #: the decodes of the last choice and what drafting gains with them, until a yield changes
-        self._last: tuple[Sequence[Request], float] | None = None
-        self._pays = True
-        self._steps = 0
+        #: what drafting takes, by number of drafts, in units of reading the target's weights once
+        self._drafting = [0.0] * (1 + num_drafts)
+        self._survival = DraftSurvival(num_drafts)
+        self._trials = DraftTrials(self.ladder)
+        #: the best number of the last choice, and what was chosen
+        self._best = self._chosen = num_drafts
         self._recorded_at = float("-inf")
-        self._recorded: bool | None = None
+        self._recorded: int | None = None
+        if full_width:
+            why = "full_width is set: all are verified, whether that pays or not"
+            decisions.record("drafts per request", num_drafts, why, "as many as pay")
 
-    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
-        """Bytes of the target's weights that a step reads, and of the drafter's if it drafts. A
-        target of less than `LEAST_BYTES` counts as if it had as many."""
-        self._drafting = drafter_bytes / max(target_bytes, LEAST_BYTES)
-        why = f"its weights, {drafter_bytes} bytes per step, by the target's, {target_bytes}"
-        decisions.record("cost of drafting", f"{self._drafting:.3f} of reading the target", why)
+    # ---- what it knows -------------------------------------------------------------------------
 
-    def slowdown(self, count: int) -> float:
-        """Time of a step of `count` decodes with drafts, by that of one without."""
-        wider = step_cost(count * (1 + self.num_drafts)) + self._drafting
+    def use_weights_read(self, target_bytes: int, drafter_bytes: Sequence[int]) -> None:
+        """Bytes of the target's weights that a step reads, and of the drafter's, by number of
+        drafts. A target of less than `LEAST_BYTES` counts as if it had as many."""
+        by = max(target_bytes, LEAST_BYTES)
+        self._drafting = [count / by for count in drafter_bytes]
+        costs = ", ".join(f"{self._drafting[k]:.3f} for {k}" for k in self.ladder[1:])
+        why = f"its weights, {drafter_bytes[-1]} bytes per step at most, by the target's"
+        decisions.record(
+            "cost of drafting", f"{costs} of reading the target", f"{why}, {target_bytes}"
+        )
+
+    def slowdown(self, count: int, num_drafts: int) -> float:
+        """Time of a step of `count` decodes with so many drafts, by that of one without."""
+        wider = step_cost(count * (1 + num_drafts)) + self._drafting[num_drafts]
         return wider / step_cost(count)
 
-    def observe(self, request: Request, num_accepted: int) -> None:
-        """A step verified drafts of the request and accepted so many."""
-        before = self._yield_of(request)
-        request.draft_yield = before + _NEWEST * (num_accepted - before)
-        self._last = None
-        self._expected += _NEWEST / 8 * (num_accepted - self._expected)
+    def observe(self, num_drafts: int, num_accepted: int) -> None:
+        """A step verified so many drafts of a request and accepted so many of them; drafts that
+        were not found, or that its grammar barred, count as rejected."""
+        self._survival.observe(num_drafts, num_accepted)
 
-    def choose(self, decodes: Sequence[Request]) -> int:
-        """Drafts per request of the next step if it decodes these. A list that was asked about in
-        the last choice is taken to hold the same requests."""
-        count = len(decodes)
-        if not count or not self.num_drafts:
-            return self.num_drafts
-        ratio = self.slowdown(count)
-        most = 1.0 + self.num_drafts
-        if ratio * _MARGIN >= most:
-            return self._turn(False, count, "the batch is too large for any acceptance to pay")
-        pays = 1 + self._gained(decodes) / count > ratio * _MARGIN
-        if pays:
-            return self._turn(True, count, "steps gain more tokens than they take longer")
-        pause = max(_PAUSE, int(_TRIAL * (ratio - 1) / _TRIALS_SHARE))
-        self._steps = 0 if self._pays else self._steps + 1
-        if self._steps > pause:
-            if self._steps == pause + _TRIAL:
-                self._steps = 0
-            return self.num_drafts
-        return self._turn(False, count, "too few drafts are accepted for what they cost")
+    def take_counts(self) -> dict[int, int]:
+        """Steps by the drafts per request that they were allowed, since the last call."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
-    def _gained(self, decodes: Sequence[Request]) -> float:
-        """Drafts of theirs that a step is expected to accept."""
-        if self._last is None or self._last[0] is not decodes:
-            self._last = decodes, sum(self._yield_of(request) for request in decodes)
-        return self._last[1]
+    # ---- choices -------------------------------------------------------------------------------
 
-    def _yield_of(self, request: Request) -> float:
-        return self._expected if request.draft_yield is None else request.draft_yield
+    def choose(self, count: int) -> int:
+        """Drafts per request of the next step if it decodes so many requests."""
+        if count and self.num_drafts:
+            if not self._full_width:
+                self._chosen = self._worth_most(count)
+            self._counts[self._chosen] += 1
+        return self._chosen
 
-    def _turn(self, pays: bool, count: int, why: str) -> int:
-        self._pays = pays
-        if pays:
-            self._steps = 0
-        chosen = self.num_drafts if pays else 0
-        now = self._clock()
-        if pays != self._recorded and now - self._recorded_at >= _SECONDS_BETWEEN_RECORDS:
-            self._recorded, self._recorded_at = pays, now
-            other = 0 if pays else self.num_drafts
-            decisions.record("drafts per request", chosen, f"{count} requests decode: {why}", other)
-        return chosen
+    def _worth_most(self, count: int) -> int:
+        """The best number, or the one to try."""
+        could_pay = [k for k in self.ladder if not k or self.slowdown(count, k) * _MARGIN < 1 + k]
+        times = {k: self.slowdown(count, k) for k in could_pay}
+        accepted = self._survival.accepted()
+        worth = {k: (1 + accepted[k]) / times[k] for k in could_pay}
+        self._best = self._best_of(worth)
+        self._record(count, worth)
+        return self._trials.next(count, self._best, times, worth) or self._best
+
+    def _best_of(self, worth: dict[int, float]) -> int:
+        best = max(worth, key=worth.__getitem__)
+        margin = _MARGIN if best else 1.0
+        return best if worth[best] > margin * worth.get(self._best, 0.0) else self._best
+
+    def _record(self, count: int, worth: dict[int, float]) -> None:
+        now, best = self._clock(), self._best
+        if best == self._recorded or now - self._recorded_at < _SECONDS_BETWEEN_RECORDS:
+            return
+        self._recorded, self._recorded_at = best, now
+        if len(worth) == 1:
+            why = f"{count} requests decode: the batch is too large for any acceptance to pay"
+        else:
+            found = ", ".join(f"{value:.2f} with {k}" for k, value in worth.items())
+            why = f"{count} requests decode; output per time, by that without drafts: {found}"
+        others = {k: value for k, value in worth.items() if k != best} or {self.num_drafts: 0.0}
+        decisions.record("drafts per request", best, why, max(others, key=others.__getitem__))

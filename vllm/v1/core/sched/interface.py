@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events.messages import KVCacheEvent
@@ -113,9 +113,9 @@ class SchedulerInterface(ABC):
             f"{type(self).__name__} cannot go on with other state memory; start the engine anew"
         )
 
-    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
-        """What a step reads of the target's weights, and of the drafter's if it drafts: for
-        schedulers that choose when it does."""
+    def use_weights_read(self, target_bytes: int, drafter_bytes: Sequence[int]) -> None:
+        """What a step reads of the target's weights, and by the number of drafts per request (from
+        0 on) of the drafter's: for schedulers that choose how many it makes."""
         return
 
     def get_kv_connector(self) -> KVConnectorBase_V1 | None:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.messages import KVConnectorMetadata
 from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.step_shape import StepShape
+from vllm.v1.core.sched.step_shape import StepShape, padded_width
 from vllm.v1.request import Request
 
 
@@ -159,11 +160,12 @@ class SchedulerOutput:
     joint: StepShape | None = None
     pause_s: float = 0.0
 
-    def shape(self, width: int) -> StepShape:
-        """`width`: what decodes are padded to in a step that verifies drafts. The shape of no
+    def shape(self, widths: Sequence[int]) -> StepShape:
+        """`widths`: what decodes may be padded to (`VllmConfig.step_widths`). The shape of no
         request is `decode_only`."""
         counts, drafts = self.num_scheduled_tokens, self.scheduled_spec_decode_tokens
-        num_reqs, width = len(counts), width if drafts else 1
+        num_reqs = len(counts)
+        width = padded_width(widths, max((counts[one] for one in drafts), default=1))
         if self.decode_set_id or not num_reqs:
             return StepShape(num_reqs * width, num_reqs, 0, True, width)
         cached = self.scheduled_cached_reqs

@@ -189,7 +189,7 @@ class SchedulerResults(SchedulerState):
             if request.status > _LAST_UNFINISHED:
                 continue
             accepted = len(tokens) - 1
-            self.draft_policy.observe(request, accepted)
+            self.draft_policy.observe(len(scheduled[request.request_id]), accepted)
             if request.grammar is not None:
                 # Workers do not look at those from the first on that the grammar refuses.
                 drafts = min(len(request.draft_token_ids), len(scheduled[request.request_id]))

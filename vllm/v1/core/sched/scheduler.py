@@ -169,7 +169,7 @@ class Scheduler(SchedulerAdmission):
         self._decodes[self._step % self.num_stages] = decodes
         drafts = 0
         if self.width > 1:
-            drafts = self.draft_policy.choose(decodes.requests if decodes else step.requests)
+            drafts = self.draft_policy.choose(len(step.requests))
         copies_before, copies_after = self.caches[step.placement].take_copies()
         kept_states: dict[str, int] = {}
         for cache in self.caches.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.logger import init_logger
@@ -94,8 +94,8 @@ class SchedulerState(SchedulerInterface):
         #: tokens of a request that verifies drafts in one step, at most
         self.width = vllm_config.tokens_to_verify
         drafter = vllm_config.drafter
-        self.draft_policy = DraftPolicy(self.width - 1)
-        #: tokens of such a request in the next step
+        self.draft_policy = DraftPolicy(self.width - 1, bool(drafter and drafter.full_width))
+        #: tokens of such a request in the next step: the policy's choice, one of `step_widths`
         self.next_width = self.width
         #: whether workers compute nothing after a token that ends a request
         self.ends_rows = vllm_config.ends_rows
@@ -112,7 +112,7 @@ class SchedulerState(SchedulerInterface):
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
             self.recompute_failed_loads = policy == "recompute"
 
-    def use_weights_read(self, target_bytes: int, drafter_bytes: int) -> None:
+    def use_weights_read(self, target_bytes: int, drafter_bytes: Sequence[int]) -> None:
         self.draft_policy.use_weights_read(target_bytes, drafter_bytes)
 
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
@@ -386,6 +386,7 @@ class SchedulerState(SchedulerInterface):
         stats.num_running, stats.num_waiting, stats.kv_cache_usage = num_running, num_waiting, usage
         stats.num_deferred = min(self.num_deferred, num_waiting)
         stats.num_drafts_allowed = self.next_width - 1
+        stats.steps_by_drafts = self.draft_policy.take_counts()
         stats.connector = None if connector is None else connector.data
         return stats
 

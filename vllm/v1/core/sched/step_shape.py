@@ -6,7 +6,8 @@ Replicas that share experts launch their steps alike, so they agree on the sizes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -42,3 +43,8 @@ class StepShape:
 
     def covers(self, other: StepShape) -> bool:
         return StepShape.covering((self, other)) == self
+
+
+def padded_width(widths: Sequence[int], num_tokens: int) -> int:
+    """The least of the `widths` (ascending) of steps that holds decodes of up to so many tokens."""
+    return widths[bisect_left(widths, num_tokens)]
