@@ -55,4 +55,4 @@ def test_a_hazard_of_one_rank_is_named_with_it(
     monkeypatch.setattr(ranks, "check_rank", planted)
     report = _check("llama", layout)
     places = {(one.path, one.line, one.hazard): report.modes[one] for one in report.findings}
-    assert places == {planted.plant.place: "in a replayed step on rank 1"}
+    assert places == {planted.plant.place: "in a replayed step on rank 1"}, report.findings

@@ -17,7 +17,9 @@ from vllm import decisions
 from vllm.compilation.graph_break import graph_break
 from vllm.compilation.graph_safety.hazards import HAZARDS
 from vllm.compilation.graph_safety.report import as_json
+from vllm.compilation.graph_safety.simulator.checked_run import CheckedRun
 from vllm.compilation.graph_safety.simulator.functions import check_replays
+from vllm.compilation.graph_safety.simulator.recorder import Recorder
 from vllm.exceptions import VLLMValidationError
 from vllm.testing.graph_safety import assert_replays
 
@@ -190,3 +192,20 @@ def test_whether_a_launch_begins_early_may_differ(argument: str) -> None:
         found = check_replays(Early(op), replayed.steps()).findings
     assert [finding.hazard for finding in found] == ([] if argument == "overlap" else [7])
     assert all("takes False from Python" in finding.message for finding in found)
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_padding_writes_by_chance_is_one_finding(guarded: bool) -> None:
+    """Rows of padding that write to one place on a GPU: which of them is last is chance, and so is
+    what is read there."""
+    cache, out, recorder = torch.zeros(4, 8), torch.empty(4, 8), Recorder(set())
+
+    def run() -> Tensor:
+        cache.uniform_()
+        return torch.mul(cache, 2, out=out)
+
+    checked = CheckedRun(run, recorder, guarded={"the cache": cache} if guarded else {})
+    for _ in range(3):
+        checked.step(run)
+    assert checked.stale_steps == 3
+    assert [one.hazard for one in recorder.findings] == [21 if guarded else 7]

@@ -77,6 +77,8 @@ class CheckedRun:
         self._recorder, self._split = recorder, split
         #: replays, and those that computed something else than their eager run, or nothing
         self.num_steps = self.stale_steps = 0
+        #: whether rows of padding write to guarded memory: which of them is last is chance
+        self._padding_writes = False
         #: the largest between results of a replay and of its eager run
         self.max_difference: float | None = None
         undone, guards = graph.runs_at_capture, list(guarded.values())
@@ -107,6 +109,7 @@ class CheckedRun:
         guard = whole(trace.outside[memory].open().untyped_storage())
         if same_bytes(guard, held):
             return
+        self._padding_writes = True
         restore(trace.outside, trace.before)
         for launch in trace.launches():
             # What the other ranks would add is not what is looked for, and they do not look.
@@ -154,9 +157,10 @@ class CheckedRun:
         self.stale_steps += bool(others)
         if failure is None:
             self._note_difference(replayed, results)
-        # What a rank launches otherwise than it did changes the results of those it shares layers
-        # with: theirs are no findings of their own.
-        alike = get_tp_group().all_agree(not found and failure is None)
+        # What a rank launches otherwise than it did, or leaves to chance, changes the results of
+        # those it shares layers with: theirs are no findings of their own.
+        certain = not found and failure is None and not self._padding_writes
+        alike = get_tp_group().all_agree(certain)
         if failure is not None:
             found = found or others
         elif alike and not trace.reads and not now.reads:
