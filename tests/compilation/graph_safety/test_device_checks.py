@@ -352,3 +352,22 @@ def test_what_ends_a_gpus_process_says_who_names_the_line(error: RuntimeError) -
     assert str(error) in str(raised.value) and raised.value.__cause__ is error
     with pytest.raises(torch.cuda.OutOfMemoryError), gpu_errors_explained():
         raise torch.cuda.OutOfMemoryError("too small")
+
+
+def test_the_runner_of_the_sizes_to_serve_with_is_of_the_same_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it was the first one's, both ranks waited for ever for messages of the second."""
+    made: list[int] = []
+
+    class Noted(checks.Worker):
+        def init_device(self) -> None:
+            made.append(self.rank)
+            raise InterruptedError
+
+    monkeypatch.setattr(checks, "Worker", Noted)
+    config = EngineArgs(model=str(tiny_model("llama"))).create_engine_config()
+    config.parallel_config.rank = 1
+    with pytest.raises(InterruptedError):
+        checks.check_sizes(config, torch.device("cuda", 1), DeviceRun())
+    assert made == [1]
