@@ -258,7 +258,7 @@ struct JournalArgs {
   const int32_t* taken;            // [rows]
   float* keys;                     // [rows, places, k_heads, k_dim]
   float* errors;                   // [rows, places, v_heads, v_dim]
-  float* decays;                   // [rows, places, v_heads]
+  float* decays;                   // [rows, places, v_heads(, k_dim)]
   void* inputs;                    // [rows, kept, channels], dtype of the activations
   int64_t rows, places, kept;
 };
@@ -267,6 +267,9 @@ struct GdnArgs {
   DType dtype;
   const void* qkv;
   int64_t qkv_stride;
+  // Whether each key channel has a decay (Kimi delta attention): `a` is then
+  // [tokens, v_heads, k_dim] with dense heads, `dt_bias` [v_heads * k_dim].
+  bool channel_decays = false;
   const void* a;
   int64_t a_stride;
   const void* b;

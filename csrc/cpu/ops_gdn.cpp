@@ -28,7 +28,8 @@ ConvArgs conv_args(
   return args;
 }
 
-// The gates, the state pool and the output, common to prefill and decode.
+// The gates, the state pool and the output, common to prefill and decode. With `a` of three dims
+// each key channel has a decay.
 GdnArgs gdn_args(
     const char* op, const Tensor& qkv, const Tensor& a, const Tensor& b, const Tensor& A_log,
     const Tensor& dt_bias, const Tensor& ssm_state, const Tensor& state_indices, int64_t k_heads,
@@ -44,14 +45,20 @@ GdnArgs gdn_args(
   args.qkv_stride = qkv.stride(0);
   check_dtype(a, args.dtype, {op, "a"});
   check_dtype(b, args.dtype, {op, "b"});
-  check_shape(a, {tokens, v_heads}, 1, {op, "a"});
+  args.channel_decays = a.dim() == 3;
+  if (args.channel_decays) {
+    check_shape(a, {tokens, v_heads, k_dim}, 2, {op, "a"});
+  } else {
+    check_shape(a, {tokens, v_heads}, 1, {op, "a"});
+  }
   check_shape(b, {tokens, v_heads}, 1, {op, "b"});
   args.a = a.data_ptr();
   args.a_stride = a.stride(0);
   args.b = b.data_ptr();
   args.b_stride = b.stride(0);
   args.A_log = param(A_log, v_heads, {op, "A_log"});
-  args.dt_bias = param(dt_bias, v_heads, {op, "dt_bias"});
+  const int64_t decays = args.channel_decays ? k_dim : 1;
+  args.dt_bias = param(dt_bias, v_heads * decays, {op, "dt_bias"});
   args.beta_scale = static_cast<float>(beta_scale);
   args.state_dtype = float_dtype(ssm_state, {op, "ssm_state"});
   check_shape(ssm_state, {-1, v_heads, v_dim, k_dim}, 3, {op, "ssm_state"});
@@ -79,7 +86,9 @@ JournalArgs journal_args(
   journal.keys = floats_of(keys, {-1, -1, args.k_heads, args.k_dim}, 4, {op, "keys"});
   const int64_t rows = journal.rows = keys.size(0), places = journal.places = keys.size(1);
   journal.errors = floats_of(errors, {rows, places, args.v_heads, args.v_dim}, 4, {op, "errors"});
-  journal.decays = floats_of(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
+  journal.decays = args.channel_decays
+      ? floats_of(decays, {rows, places, args.v_heads, args.k_dim}, 4, {op, "decays"})
+      : floats_of(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
   check_shape(inputs, {rows, -1, args.conv.channels}, 2, {op, "inputs"});
   check_dtype(inputs, args.dtype, {op, "inputs"});
   journal.inputs = inputs.data_ptr();
@@ -136,7 +145,11 @@ void gdn_prefill(
   args.has_initial_state =
       bool_vector(has_initial_state, args.num_seqs, {op, "has_initial_state"});
   args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
-  kernels().gdn_prefill(args);
+  if (args.channel_decays) {
+    kernels().kda_prefill(args);
+  } else {
+    kernels().gdn_prefill(args);
+  }
 }
 
 void gdn_decode(
@@ -183,6 +196,7 @@ void gdn_commit(
   gdn.k_dim = keys.size(3);
   gdn.v_heads = errors.size(2);
   gdn.v_dim = errors.size(3);
+  gdn.channel_decays = decays.dim() == 4;
   gdn.dtype = float_dtype(conv_state, {op, "conv_state"});
   gdn.conv.channels = inputs.size(2);
   gdn.conv.width = conv_state.size(1) + 1;

@@ -21,6 +21,7 @@
   X(gdn_prefill, GdnArgs)              \
   X(gdn_decode, GdnArgs)               \
   X(gdn_commit, GdnCommitArgs)         \
+  X(kda_prefill, GdnArgs)              \
   X(skinny_linear, SkinnyLinearArgs)   \
   X(run_experts, ExpertsArgs)          \
   X(read_streams, ReadStreamsArgs)     \

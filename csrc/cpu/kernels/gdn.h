@@ -33,13 +33,31 @@ inline DecayParams decay_params(const GdnArgs& args, int64_t head) {
   return {::expf(param_at(args.A_log, head)), param_at(args.dt_bias, head)};
 }
 
+inline float beta_of(const GdnArgs& args, float b) {
+  return args.beta_scale / (1.0f + ::expf(-b));
+}
+
 template <typename T>
 inline Gates gates(const GdnArgs& args, const DecayParams& decay, int64_t token, int64_t head) {
   const float a = load1(static_cast<const T*>(args.a) + token * args.a_stride + head);
   const float b = load1(static_cast<const T*>(args.b) + token * args.b_stride + head);
   const float x = a + decay.offset;
   const float softplus = x > 20.0f ? x : ::log1pf(::expf(x));
-  return {-decay.rate * softplus, args.beta_scale / (1.0f + ::expf(-b))};
+  return {-decay.rate * softplus, beta_of(args, b)};
+}
+
+// exp(g) of a head's key channels, `rate` as in `DecayParams`; zero up to the end of the padding.
+template <typename T>
+inline void channel_decays(
+    const GdnArgs& args, float rate, int64_t token, int64_t head, float* out) {
+  const T* a = static_cast<const T*>(args.a) + token * args.a_stride + head * args.k_dim;
+  with_dtype(args.dt_bias.dtype, [&](auto t) {
+    const auto* offset = static_cast<const decltype(t)*>(args.dt_bias.data) + head * args.k_dim;
+    for_lanes(args.k_dim, [&](int64_t i, int64_t lanes) {
+      const vf x = load_upto(a + i, lanes) + load_upto(offset + i, lanes);
+      store(out + i, exp(softplus(x) * -rate));
+    });
+  });
 }
 
 // x[0, padded) *= rsqrt(sum(x^2) + 1e-6) * scale; the padding is zero.

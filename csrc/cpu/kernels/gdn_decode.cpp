@@ -5,14 +5,12 @@
 #include "../runtime.h"
 #include "../table.h"
 #include "conv1d.h"
-#include "gdn.h"
+#include "gdn_steps.h"
 
 namespace vllm_cpu {
 namespace VLLM_ISA {
 
 namespace {
-
-constexpr int kStateRows = 4;  // rows of the state (value dims) taken together
 
 // One sequence of a decode: its tokens, its state and what its row of the journal holds.
 template <typename T>
@@ -60,80 +58,16 @@ void conv_steps(
   });
 }
 
-struct RowSums {
-  float k[kStateRows];
-  float q[kStateRows];
-};
-
-// S k and S q of kStateRows rows of the decayed state.
-template <typename S>
-RowSums project(const S* state, int64_t k_dim, float decay, const float* k, const float* q) {
-  vf sum_k[kStateRows] = {}, sum_q[kStateRows] = {};
-  for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
-    const vf key = load(k + i), query = load(q + i);
-#pragma GCC unroll 4
-    for (int r = 0; r < kStateRows; ++r) {
-      const vf s = load_upto(state + r * k_dim + i, lanes) * decay;
-      sum_k[r] = fma(s, key, sum_k[r]);
-      sum_q[r] = fma(s, query, sum_q[r]);
-    }
-  });
-  RowSums sums;
-  for (int r = 0; r < kStateRows; ++r) {
-    sums.k[r] = sum(sum_k[r]);
-    sums.q[r] = sum(sum_q[r]);
-  }
-  return sums;
-}
-
-// S <- decay S + d k^T, row by row of S^T.
-template <typename S, int Rows>
-void update_rows(S* state, int64_t k_dim, float decay, const float* k, const float* delta) {
-  for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
-    const vf key = load(k + i);
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; ++r) {
-      S* p = state + r * k_dim + i;
-      store_upto(p, fma(key, set1(delta[r]), load_upto(p, lanes) * decay), lanes);
-    }
-  });
-}
-
-// S <- decay S + d k^T and o = S q = (decay S) q + d (k . q), row by row of S^T; returns d.
-template <typename T, typename S, int Rows>
-void step_rows(
-    S* state, int64_t k_dim, float decay, float beta, float kq, const float* k, const float* q,
-    const float* v, T* out, float* delta) {
-  RowSums sums{};
-  if (Rows == kStateRows) {
-    sums = project(state, k_dim, decay, k, q);
-  } else {
-    vf sum_k = {}, sum_q = {};
-    for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
-      const vf s = load_upto(state + i, lanes) * decay;
-      sum_k = fma(s, load(k + i), sum_k);
-      sum_q = fma(s, load(q + i), sum_q);
-    });
-    sums.k[0] = sum(sum_k);
-    sums.q[0] = sum(sum_q);
-  }
-  float o[Rows];
-  for (int r = 0; r < Rows; ++r) {
-    delta[r] = beta * (v[r] - sums.k[r]);
-    o[r] = sums.q[r] + delta[r] * kq;
-  }
-  update_rows<S, Rows>(state, k_dim, decay, k, delta);
-  for (int r = 0; r < Rows; ++r) store_n(out + r, set1(o[r]), 1);
-}
-
 // What the steps of one value head's rows read and write.
-template <typename T, typename S>
+template <typename T, typename S, typename Decay>
 struct HeadSteps {
   int64_t k_dim, tokens;
   S* state;  // [v_dim, k_dim]
   const float *q, *k, *v;  // one after the other, of each token; pitches below
   int64_t k_pitch, v_pitch;
-  const float *decay, *beta, *kq;  // [tokens]
+  const float *beta, *kq;  // [tokens]
+  const float* decay;      // of each token, decay_floats apart
+  int64_t decay_floats;
   T* out;
   int64_t out_pitch;
   // The journal, at this row and head; `pending` tokens from place `first` on.
@@ -141,14 +75,14 @@ struct HeadSteps {
   bool commits = true;
   const float* keys = nullptr;    // [places] rows, key_pitch apart
   float* errors = nullptr;        // [places] rows, error_pitch apart
-  const float* decays = nullptr;  // [places], decay_pitch apart
+  const float* decays = nullptr;  // [places] rows, decay_pitch apart
   int64_t key_pitch = 0, error_pitch = 0, decay_pitch = 0;
 
   // Place of token t, which does not commit.
   int64_t place(int64_t t) const { return (first + pending + t - (commits ? 1 : 0)) % places; }
 };
 
-template <typename S, int Rows>
+template <typename S, int Rows, typename Decay>
 void replay_rows(
     S* state, int64_t k_dim, const float* keys, int64_t key_pitch, const float* errors,
     int64_t error_pitch, const float* decays, int64_t decay_pitch, int64_t pending, int64_t first,
@@ -156,28 +90,28 @@ void replay_rows(
   for (int64_t i = 0; i < pending; ++i) {
     const int64_t at = (first + i) % places;
     update_rows<S, Rows>(
-        state, k_dim, decays[at * decay_pitch], keys + at * key_pitch, errors + at * error_pitch);
+        state, k_dim, Decay::of(decays + at * decay_pitch), keys + at * key_pitch, errors + at * error_pitch);
   }
 }
 
-template <typename T, typename S, int Rows>
-void run_rows(const HeadSteps<T, S>& head, int64_t row, S* rows) {
+template <typename T, typename S, typename Decay, int Rows>
+void run_rows(const HeadSteps<T, S, Decay>& head, int64_t row, S* rows) {
   const int64_t size = Rows * head.k_dim;
   S* stored = head.state + row * head.k_dim;
   float delta[Rows];
   if (!head.errors) {
     step_rows<T, S, Rows>(
-        stored, head.k_dim, *head.decay, *head.beta, *head.kq, head.k, head.q, head.v + row,
+        stored, head.k_dim, Decay::of(head.decay), *head.beta, *head.kq, head.k, head.q, head.v + row,
         head.out + row, delta);
     return;
   }
   ::memcpy(rows, stored, size * sizeof(S));
-  replay_rows<S, Rows>(
+  replay_rows<S, Rows, Decay>(
       rows, head.k_dim, head.keys, head.key_pitch, head.errors + row, head.error_pitch, head.decays,
       head.decay_pitch, head.pending, head.first, head.places);
   for (int64_t t = 0; t < head.tokens; ++t) {
     step_rows<T, S, Rows>(
-        rows, head.k_dim, head.decay[t], head.beta[t], head.kq[t], head.k + t * head.k_pitch,
+        rows, head.k_dim, Decay::of(head.decay + t * head.decay_floats), head.beta[t], head.kq[t], head.k + t * head.k_pitch,
         head.q + t * head.k_pitch, head.v + t * head.v_pitch + row, head.out + t * head.out_pitch + row,
         delta);
     if (t == 0 && head.commits) {
@@ -188,25 +122,47 @@ void run_rows(const HeadSteps<T, S>& head, int64_t row, S* rows) {
   }
 }
 
-template <typename T, typename S>
-void run_head(const HeadSteps<T, S>& head, int64_t v_dim, S* rows) {
+template <typename T, typename S, typename Decay>
+void run_head(const HeadSteps<T, S, Decay>& head, int64_t v_dim, S* rows) {
   int64_t row = 0;
-  for (; row + kStateRows <= v_dim; row += kStateRows) run_rows<T, S, kStateRows>(head, row, rows);
-  for (; row < v_dim; ++row) run_rows<T, S, 1>(head, row, rows);
+  for (; row + kStateRows <= v_dim; row += kStateRows) run_rows<T, S, Decay, kStateRows>(head, row, rows);
+  for (; row < v_dim; ++row) run_rows<T, S, Decay, 1>(head, row, rows);
 }
 
 // The parts of a thread's scratch memory, in floats.
 struct Work {
-  int64_t k_pad, v_pad, tokens, rows;
+  int64_t k_pad, v_pad, tokens, rows, decays;
   explicit Work(const GdnArgs& args)
       : k_pad(round_up(args.k_dim, kLanes)),
         v_pad(round_up(args.v_dim, kLanes)),
         tokens(args.tokens_per_seq),
-        rows(round_up(kStateRows * args.k_dim, kLanes)) {}
-  int64_t floats() const { return tokens * (2 * k_pad + v_pad + 3) + rows; }
+        rows(round_up(kStateRows * args.k_dim, kLanes)),
+        decays(args.channel_decays ? k_pad : 1) {}
+  int64_t floats() const { return tokens * (2 * k_pad + v_pad + 2 + decays) + rows; }
 };
 
-template <typename T, typename S>
+// The decays and strengths of the tokens of a value head.
+template <typename T>
+void gates_of_tokens(
+    const GdnArgs& args, int64_t first, int64_t head, const Work& sizes, float* decay,
+    float* beta) {
+  const DecayParams params = args.channel_decays
+      ? DecayParams{::expf(param_at(args.A_log, head)), 0}
+      : decay_params(args, head);
+  for (int64_t t = 0; t < sizes.tokens; ++t) {
+    if (args.channel_decays) {
+      const T* b = static_cast<const T*>(args.b) + (first + t) * args.b_stride;
+      channel_decays<T>(args, params.rate, first + t, head, decay + t * sizes.decays);
+      beta[t] = beta_of(args, load1(b + head));
+    } else {
+      const Gates gate = gates<T>(args, params, first + t, head);
+      decay[t] = ::expf(gate.g);
+      beta[t] = gate.beta;
+    }
+  }
+}
+
+template <typename T, typename S, typename Decay>
 void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) {
   const int64_t group = args.v_heads / args.k_heads;
   const int64_t index = args.state_indices[seq];
@@ -217,7 +173,7 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
   float* k = q + tokens * sizes.k_pad;
   float* v = k + tokens * sizes.k_pad;
   float* kq = v + tokens * sizes.v_pad;
-  float *decay = kq + tokens, *beta = decay + tokens;
+  float *beta = kq + tokens, *decay = beta + tokens;
   const JournalArgs& journal = args.journal;
   const int32_t* step = journal.steps ? journal.steps + seq * 4 : nullptr;
   const int64_t row = step ? step[0] : 0;
@@ -231,8 +187,9 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
   const int64_t key_width = args.k_heads * args.k_dim;
   conv_steps(args.conv, tokens_of, key_head * args.k_dim, args.k_dim, q, sizes.k_pad);
   conv_steps(args.conv, tokens_of, key_width + key_head * args.k_dim, args.k_dim, k, sizes.k_pad);
-  HeadSteps<T, S> head{args.k_dim, tokens, nullptr, q, k, v, sizes.k_pad, sizes.v_pad,
-                       decay, beta, kq, nullptr, args.out_strides[0]};
+  HeadSteps<T, S, Decay> head{args.k_dim, tokens, nullptr, q, k, v, sizes.k_pad, sizes.v_pad,
+                              beta, kq, decay, sizes.decays, nullptr, args.out_strides[0]};
+  const int64_t decay_floats = Decay::floats(args.k_dim);
   if (step) {
     head.pending = step[1];
     head.commits = step[2] != 0;
@@ -240,7 +197,7 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
     head.places = journal.places;
     head.key_pitch = key_width;
     head.error_pitch = args.v_heads * args.v_dim;
-    head.decay_pitch = args.v_heads;
+    head.decay_pitch = args.v_heads * decay_floats;
     head.keys = journal.keys + row * journal.places * key_width + key_head * args.k_dim;
   }
   for (int64_t t = 0; t < tokens; ++t) {
@@ -259,19 +216,18 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
   }
   for (int64_t j = key_head * group; j < (key_head + 1) * group; ++j) {
     conv_steps(args.conv, tokens_of, 2 * key_width + j * args.v_dim, args.v_dim, v, sizes.v_pad);
-    const DecayParams params = decay_params(args, j);
+    gates_of_tokens<T>(args, seq * tokens, j, sizes, decay, beta);
     if (step) {
       const int64_t heads = row * journal.places * args.v_heads + j;
       head.errors = journal.errors + heads * args.v_dim;
-      head.decays = journal.decays + heads;
+      head.decays = journal.decays + heads * decay_floats;
     }
-    for (int64_t t = 0; t < tokens; ++t) {
-      const Gates gate = gates<T>(args, params, seq * tokens + t, j);
-      decay[t] = ::expf(gate.g);
-      beta[t] = gate.beta;
-      if (step && (t > 0 || !head.commits)) {
-        journal.decays[(row * journal.places + head.place(t)) * args.v_heads + j] = decay[t];
-      }
+    for (int64_t t = 0; step && t < tokens; ++t) {
+      if (t == 0 && head.commits) continue;
+      const int64_t kept = (row * journal.places + head.place(t)) * args.v_heads + j;
+      ::memcpy(
+          journal.decays + kept * decay_floats, decay + t * sizes.decays,
+          decay_floats * sizeof(float));
     }
     head.state = static_cast<S*>(args.state) + index * args.state_stride +
         j * args.v_dim * args.k_dim;
@@ -281,7 +237,7 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
   }
 }
 
-template <typename T, typename S>
+template <typename T, typename S, typename Decay>
 void run(const GdnArgs& args) {
   const int64_t floats = Work(args).floats();
   const int64_t item_cost = args.v_heads / args.k_heads * args.v_dim * args.k_dim;
@@ -290,29 +246,29 @@ void run(const GdnArgs& args) {
         float* work = scratch(Scratch::kKernel, floats);
         for (int64_t i = begin; i < end; ++i) {
           const int64_t seq = i / args.k_heads;
-          if (args.state_indices[seq] >= 0) step_head<T, S>(args, seq, i % args.k_heads, work);
+          if (args.state_indices[seq] >= 0) step_head<T, S, Decay>(args, seq, i % args.k_heads, work);
         }
       });
 }
 
 // Makes a row's pending updates, rounded after each as a write is, to its block; then the
 // convolution's state takes in the inputs of its accepted drafts.
-template <typename T, typename S>
+template <typename T, typename S, typename Decay>
 void commit_row(const GdnCommitArgs& args, const int32_t* entry) {
   const GdnArgs& gdn = args.gdn;
   const JournalArgs& journal = gdn.journal;
   const int64_t row = entry[0], index = entry[1], group = gdn.v_heads / gdn.k_heads;
   const int64_t key_width = gdn.k_heads * gdn.k_dim;
-  const int64_t at = row * journal.places;
+  const int64_t at = row * journal.places, decay_floats = Decay::floats(gdn.k_dim);
   S* state = static_cast<S*>(gdn.state) + index * gdn.state_stride;
   for (int64_t j = 0; j < gdn.v_heads; ++j) {
     for (int64_t r = 0; r < gdn.v_dim; ++r) {
-      replay_rows<S, 1>(
+      replay_rows<S, 1, Decay>(
           state + (j * gdn.v_dim + r) * gdn.k_dim, gdn.k_dim,
           journal.keys + at * key_width + j / group * gdn.k_dim, key_width,
           journal.errors + (at * gdn.v_heads + j) * gdn.v_dim + r, gdn.v_heads * gdn.v_dim,
-          journal.decays + at * gdn.v_heads + j, gdn.v_heads, args.pending[row], args.first[row],
-          journal.places);
+          journal.decays + (at * gdn.v_heads + j) * decay_floats, gdn.v_heads * decay_floats,
+          args.pending[row], args.first[row], journal.places);
     }
   }
   const int64_t past = gdn.conv.width - 1, channels = gdn.conv.channels;
@@ -330,7 +286,13 @@ void commit_row(const GdnCommitArgs& args, const int32_t* entry) {
 
 void gdn_decode(const GdnArgs& args) {
   with_dtype(args.dtype, [&](auto t) {
-    with_dtype(args.state_dtype, [&](auto s) { run<decltype(t), decltype(s)>(args); });
+    with_dtype(args.state_dtype, [&](auto s) {
+      if (args.channel_decays) {
+        run<decltype(t), decltype(s), ChannelDecays>(args);
+      } else {
+        run<decltype(t), decltype(s), HeadDecay>(args);
+      }
+    });
   });
 }
 
@@ -338,7 +300,12 @@ void gdn_commit(const GdnCommitArgs& args) {
   with_dtype(args.gdn.dtype, [&](auto t) {
     with_dtype(args.gdn.state_dtype, [&](auto s) {
       parallel_items(args.count, [&](int64_t i) {
-        commit_row<decltype(t), decltype(s)>(args, args.entries + i * 2);
+        const int32_t* entry = args.entries + i * 2;
+        if (args.gdn.channel_decays) {
+          commit_row<decltype(t), decltype(s), ChannelDecays>(args, entry);
+        } else {
+          commit_row<decltype(t), decltype(s), HeadDecay>(args, entry);
+        }
       });
     });
   });

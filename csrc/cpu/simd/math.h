@@ -2,6 +2,8 @@
 // Elementary functions of float vectors, within about one unit in the last place.
 #pragma once
 
+#include <initializer_list>
+
 #include "vec.h"
 
 namespace vllm_cpu {
@@ -30,6 +32,19 @@ inline vf exp(vf x) {
   const vf scale_a = (vf)((half + 127) << 23);
   const vf scale_b = (vf)((exponent - half + 127) << 23);
   return p * scale_a * scale_b;
+}
+
+// log(1 + e^x) = max(x, 0) + log(1 + y) with y = e^-|x|; log(1 + y) = 2 atanh(z) with
+// z = y / (2 + y) <= 1/3, whose series ends below the last place after eight terms.
+inline vf softplus(vf x) {
+  const vf magnitude = x < 0.0f ? -x : x;
+  const vf y = exp(-magnitude);
+  const vf z = y / (y + 2.0f), square = z * z;
+  vf p = set1(1.0f / 15.0f);
+  for (const float odd : {13.0f, 11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) {
+    p = fma(p, square, set1(1.0f / odd));
+  }
+  return fma(z + z, p, max(x, vf{}));
 }
 
 inline vf sigmoid(vf x) { return 1.0f / (1.0f + exp(-x)); }

@@ -52,7 +52,7 @@ def gdn_decode(p: GdnDecode) -> None:
         *p.heads,
         p.out,
         p.beta_scale,
-        *_journal_fields(p.journal),
+        *journal_fields(p.journal),
     )
     if p.norm is not None:
         gated_rms_norm(p.out, p.norm.gate, p.norm.weight, p.norm.eps, p.out)
@@ -65,7 +65,8 @@ def gdn_commit(stack: JournalStack, entries: Tensor) -> None:
         _gdn_commit(entries, *counts, *kept, state, conv_state)
 
 
-def _journal_fields(journal: Journal | None) -> tuple[Tensor | None, ...]:
+def journal_fields(journal: Journal | None) -> tuple[Tensor | None, ...]:
+    """A journal as the ops take it."""
     if journal is None:
         return (None,) * 6
     return (
