@@ -292,6 +292,31 @@ struct GdnArgs {
   JournalArgs journal;         // decode only
 };
 
+// Tokens are x, B and C: heads * head_dim and twice groups * columns channels. The journal's keys
+// are B of each group, its errors step sizes times x.
+struct Mamba2Args {
+  DType dtype;
+  const void* xbc;
+  int64_t xbc_stride;
+  const void* dt;  // [tokens, heads]
+  int64_t dt_stride;
+  Param A_log, dt_bias, D;  // [heads]
+  float dt_low, dt_high;
+  void* state;  // [num_blocks, heads, head_dim, columns], dense but for the block stride
+  DType state_dtype;
+  int64_t state_stride;
+  const int32_t* state_indices;
+  const bool* has_initial_state;  // prefill only
+  const int32_t* query_start;     // prefill only
+  int64_t num_seqs;
+  int64_t heads, groups, head_dim, columns;
+  void* out;
+  int64_t out_strides[2];
+  ConvArgs conv;               // decode only
+  int64_t tokens_per_seq = 1;  // decode only
+  JournalArgs journal;         // decode only
+};
+
 // Rows of the journal to write to their blocks.
 struct GdnCommitArgs {
   const int32_t* entries;  // [count, 2]: row, block

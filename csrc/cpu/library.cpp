@@ -71,6 +71,16 @@ STABLE_TORCH_LIBRARY(vllm_cpu, m) {
       "gdn_commit(Tensor entries, Tensor pending, Tensor first, Tensor taken, Tensor keys,"
       " Tensor errors, Tensor decays, Tensor inputs, Tensor(a!) ssm_state, Tensor(b!) conv_state)"
       " -> ()");
+  m.def(
+      "mamba2_prefill(Tensor xbc, Tensor dt, Tensor A_log, Tensor dt_bias, Tensor D, float dt_low,"
+      " float dt_high, Tensor(a!) state, Tensor state_indices, int groups, Tensor(b!) out,"
+      " Tensor has_initial_state, Tensor query_start_loc) -> ()");
+  m.def(
+      "mamba2_decode(Tensor xbc, Tensor dt, Tensor A_log, Tensor dt_bias, Tensor D, float dt_low,"
+      " float dt_high, Tensor(a!) state, Tensor state_indices, int groups, Tensor(b!) out,"
+      " Tensor conv_weight, Tensor? conv_bias, Tensor(c!) conv_state, Tensor? steps,"
+      " Tensor? taken, Tensor(d!)? keys, Tensor(e!)? errors, Tensor(f!)? decays,"
+      " Tensor(g!)? inputs) -> ()");
   m.def("xxh3_64(Tensor data, Tensor starts, Tensor sizes, Tensor(a!) out) -> ()");
 }
 
@@ -102,5 +112,7 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cpu, CPU, m) {
   m.impl("gdn_prefill", TORCH_BOX(&vllm_cpu::gdn_prefill));
   m.impl("gdn_decode", TORCH_BOX(&vllm_cpu::gdn_decode));
   m.impl("gdn_commit", TORCH_BOX(&vllm_cpu::gdn_commit));
+  m.impl("mamba2_prefill", TORCH_BOX(&vllm_cpu::mamba2_prefill));
+  m.impl("mamba2_decode", TORCH_BOX(&vllm_cpu::mamba2_decode));
   m.impl("xxh3_64", TORCH_BOX(&vllm_cpu::xxh3_64));
 }

@@ -82,6 +82,18 @@ void gdn_commit(
     const Tensor& keys, const Tensor& errors, const Tensor& decays, const Tensor& inputs,
     const Tensor& ssm_state, const Tensor& conv_state);
 
+void mamba2_prefill(
+    const Tensor& xbc, const Tensor& dt, const Tensor& A_log, const Tensor& dt_bias,
+    const Tensor& D, double dt_low, double dt_high, const Tensor& state,
+    const Tensor& state_indices, int64_t groups, const Tensor& out,
+    const Tensor& has_initial_state, const Tensor& query_start_loc);
+void mamba2_decode(
+    const Tensor& xbc, const Tensor& dt, const Tensor& A_log, const Tensor& dt_bias,
+    const Tensor& D, double dt_low, double dt_high, const Tensor& state,
+    const Tensor& state_indices, int64_t groups, const Tensor& out, const Tensor& conv_weight,
+    OptTensor conv_bias, const Tensor& conv_state, OptTensor steps, OptTensor taken,
+    OptTensor keys, OptTensor errors, OptTensor decays, OptTensor inputs);
+
 void xxh3_64(const Tensor& data, const Tensor& starts, const Tensor& sizes, const Tensor& out);
 
 }  // namespace vllm_cpu

@@ -1,32 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops.h"
+#include "recurrent.h"
 #include "table.h"
 
 namespace vllm_cpu {
 
 namespace {
-
-// Everything of the convolution but the sequences.
-ConvArgs conv_args(
-    const char* op, const Tensor& x, const char* x_name, const Tensor& weight,
-    const OptTensor& bias, const Tensor& conv_state) {
-  check_shape(x, {-1, -1}, 1, {op, x_name});
-  ConvArgs args{};
-  args.dtype = float_dtype(x, {op, x_name});
-  args.x = x.data_ptr();
-  args.x_stride = x.stride(0);
-  args.channels = x.size(1);
-  check_shape(weight, {args.channels, -1}, 2, {op, "weight"});
-  args.width = weight.size(1);
-  if (args.width < 2 || args.width > 5) reject({op, "weight"}, weight, "must have 2 to 5 taps");
-  args.weight = {weight.data_ptr(), float_dtype(weight, {op, "weight"})};
-  if (bias) args.bias = param(*bias, args.channels, {op, "bias"});
-  check_dtype(conv_state, args.dtype, {op, "conv_state"});
-  check_shape(conv_state, {-1, args.width - 1, args.channels}, 2, {op, "conv_state"});
-  args.state = conv_state.data_ptr();
-  args.state_stride = conv_state.stride(0);
-  return args;
-}
 
 // The gates, the state pool and the output, common to prefill and decode. With `a` of three dims
 // each key channel has a decay.
@@ -78,38 +57,10 @@ GdnArgs gdn_args(
   return args;
 }
 
-// One layer's journal; the sizes are those of `args`.
-JournalArgs journal_args(
-    const char* op, const GdnArgs& args, const Tensor& taken, const Tensor& keys,
-    const Tensor& errors, const Tensor& decays, const Tensor& inputs) {
-  JournalArgs journal{};
-  journal.keys = floats_of(keys, {-1, -1, args.k_heads, args.k_dim}, 4, {op, "keys"});
-  const int64_t rows = journal.rows = keys.size(0), places = journal.places = keys.size(1);
-  journal.errors = floats_of(errors, {rows, places, args.v_heads, args.v_dim}, 4, {op, "errors"});
-  journal.decays = args.channel_decays
-      ? floats_of(decays, {rows, places, args.v_heads, args.k_dim}, 4, {op, "decays"})
-      : floats_of(decays, {rows, places, args.v_heads}, 3, {op, "decays"});
-  check_shape(inputs, {rows, -1, args.conv.channels}, 2, {op, "inputs"});
-  check_dtype(inputs, args.dtype, {op, "inputs"});
-  journal.inputs = inputs.data_ptr();
-  journal.kept = inputs.size(1);
-  journal.taken = int32_vector(taken, rows, {op, "taken"});
-  return journal;
-}
-
-// Every sequence names a row and has places for what is pending and its tokens.
-void check_steps(const char* op, const GdnArgs& args) {
-  const JournalArgs& journal = args.journal;
-  for (int64_t i = 0; i < args.num_seqs; ++i) {
-    if (args.state_indices[i] < 0) continue;
-    const int32_t* step = journal.steps + 4 * i;
-    const int64_t needed = step[1] + args.tokens_per_seq - (step[2] != 0);
-    STD_TORCH_CHECK(
-        step[0] >= 0 && step[0] < journal.rows && step[3] >= 0 && step[3] < journal.places &&
-            step[1] >= 0 && needed <= journal.places && journal.taken[step[0]] <= journal.kept,
-        op, ": row ", step[0], " has ", step[1], " pending tokens from place ", step[3], " and ",
-        args.tokens_per_seq, " more, but ", journal.places, " places");
-  }
+JournalSizes sizes_of(const GdnArgs& args) {
+  const int64_t channels = args.channel_decays ? args.k_dim : 0;
+  return {args.dtype, args.k_heads, args.k_dim, args.v_heads, args.v_dim, channels,
+          args.conv.channels};
 }
 
 }  // namespace
@@ -170,15 +121,8 @@ void gdn_decode(
   args.tokens_per_seq = qkv.size(0) / args.num_seqs;
   args.conv = conv_args(op, qkv, "qkv", conv_weight, conv_bias, conv_state);
   if (steps) {
-    args.journal = journal_args(op, args, *taken, *keys, *errors, *decays, *inputs);
-    args.journal.steps = int32s_of(*steps, {-1, 4}, 2, {op, "steps"});
-    if (steps->size(0) < args.num_seqs) {
-      reject({op, "steps"}, *steps, "must have a row for every state index");
-    }
-    if (args.journal.kept + 1 < args.tokens_per_seq) {
-      reject({op, "inputs"}, *inputs, "must have room for the tokens but one");
-    }
-    check_steps(op, args);
+    args.journal = journal_args(op, sizes_of(args), *taken, *keys, *errors, *decays, *inputs);
+    take_steps(op, args.journal, *steps, args.state_indices, args.num_seqs, args.tokens_per_seq);
   }
   kernels().gdn_decode(args);
 }
@@ -207,7 +151,7 @@ void gdn_commit(
   check_shape(ssm_state, {-1, gdn.v_heads, gdn.v_dim, gdn.k_dim}, 3, {op, "ssm_state"});
   gdn.state = ssm_state.data_ptr();
   gdn.state_stride = ssm_state.stride(0);
-  gdn.journal = journal_args(op, gdn, taken, keys, errors, decays, inputs);
+  gdn.journal = journal_args(op, sizes_of(gdn), taken, keys, errors, decays, inputs);
   args.pending = int32_vector(pending, gdn.journal.rows, {op, "pending"});
   args.first = int32_vector(first, gdn.journal.rows, {op, "first"});
   for (int64_t i = 0; i < args.count; ++i) {

@@ -22,6 +22,8 @@
   X(gdn_decode, GdnArgs)               \
   X(gdn_commit, GdnCommitArgs)         \
   X(kda_prefill, GdnArgs)              \
+  X(mamba2_prefill, Mamba2Args)        \
+  X(mamba2_decode, Mamba2Args)         \
   X(skinny_linear, SkinnyLinearArgs)   \
   X(run_experts, ExpertsArgs)          \
   X(read_streams, ReadStreamsArgs)     \

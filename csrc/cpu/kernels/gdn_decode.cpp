@@ -4,59 +4,13 @@
 
 #include "../runtime.h"
 #include "../table.h"
-#include "conv1d.h"
+#include "conv_steps.h"
 #include "gdn_steps.h"
 
 namespace vllm_cpu {
 namespace VLLM_ISA {
 
 namespace {
-
-// One sequence of a decode: its tokens, its state and what its row of the journal holds.
-template <typename T>
-struct Sequence {
-  const T* x;  // [tokens, channels] in rows of x_stride
-  int64_t x_stride, tokens;
-  T* state;         // [width - 1, channels]
-  T* kept;          // [tokens - 1, channels]: inputs of drafts, the last step's and then this one's
-  int64_t taken;    // of them belong to accepted drafts
-};
-
-// Convolves channels [first, first + count) of the tokens and returns the results, `pitch` apart, as
-// T would hold them: prefill passes them through a tensor of T. The state takes in the accepted
-// drafts of the last step and the first token.
-template <typename T>
-void conv_steps(
-    const ConvArgs& conv, const Sequence<T>& seq, int64_t first, int64_t count, float* out,
-    int64_t pitch) {
-  const int64_t past = conv.width - 1;
-  for_lanes(count, [&](int64_t c, int64_t lanes) {
-    const int64_t channel = first + c;
-    const ConvTaps taps = load_taps(conv, channel, lanes);
-    vf history[kMaxWidth];
-    for (int64_t w = 0; w < past; ++w) {
-      const int64_t later = w + seq.taken - past;
-      history[w] = later < 0 ? load_upto(seq.state + (w + seq.taken) * conv.channels + channel, lanes)
-                             : load_upto(seq.kept + later * conv.channels + channel, lanes);
-    }
-    for (int64_t t = 0; t < seq.tokens; ++t) {
-      const vf input = load_upto(seq.x + t * seq.x_stride + channel, lanes);
-      vf y = taps.bias;
-      for (int64_t w = 0; w < past; ++w) y = fma(history[w], taps.weight[w], y);
-      y = fma(input, taps.weight[past], y);
-      store(out + t * pitch + c, round_to<T>(silu(y)));
-      for (int64_t w = 0; w + 1 < past; ++w) history[w] = history[w + 1];
-      history[past - 1] = input;
-      if (t > 0) {
-        store_upto(seq.kept + (t - 1) * conv.channels + channel, input, lanes);
-        continue;
-      }
-      for (int64_t w = 0; w < past; ++w) {
-        store_upto(seq.state + w * conv.channels + channel, history[w], lanes);
-      }
-    }
-  });
-}
 
 // What the steps of one value head's rows read and write.
 template <typename T, typename S, typename Decay>
@@ -81,18 +35,6 @@ struct HeadSteps {
   // Place of token t, which does not commit.
   int64_t place(int64_t t) const { return (first + pending + t - (commits ? 1 : 0)) % places; }
 };
-
-template <typename S, int Rows, typename Decay>
-void replay_rows(
-    S* state, int64_t k_dim, const float* keys, int64_t key_pitch, const float* errors,
-    int64_t error_pitch, const float* decays, int64_t decay_pitch, int64_t pending, int64_t first,
-    int64_t places) {
-  for (int64_t i = 0; i < pending; ++i) {
-    const int64_t at = (first + i) % places;
-    update_rows<S, Rows>(
-        state, k_dim, Decay::of(decays + at * decay_pitch), keys + at * key_pitch, errors + at * error_pitch);
-  }
-}
 
 template <typename T, typename S, typename Decay, int Rows>
 void run_rows(const HeadSteps<T, S, Decay>& head, int64_t row, S* rows) {

@@ -91,5 +91,18 @@ inline void step_rows(
   for (int r = 0; r < Rows; ++r) store_n(out + r, set1(o[r]), 1);
 }
 
+// The updates of `pending` tokens that a journal keeps from place `first` on.
+template <typename S, int Rows, typename Decay>
+void replay_rows(
+    S* state, int64_t k_dim, const float* keys, int64_t key_pitch, const float* errors,
+    int64_t error_pitch, const float* decays, int64_t decay_pitch, int64_t pending, int64_t first,
+    int64_t places) {
+  for (int64_t i = 0; i < pending; ++i) {
+    const int64_t at = (first + i) % places;
+    update_rows<S, Rows>(
+        state, k_dim, Decay::of(decays + at * decay_pitch), keys + at * key_pitch, errors + at * error_pitch);
+  }
+}
+
 }  // namespace VLLM_ISA
 }  // namespace vllm_cpu

@@ -1,9 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mamba2 on the CPU: the reference, and a record that it is slow."""
+"""Mamba2 on the CPU: `csrc/cpu/kernels/mamba2.cpp`. Its journal's updates are the gated delta
+rule's."""
 
-from vllm.model_executor.layers.mamba.ops.mamba2 import naive
-from vllm.model_executor.layers.mamba.ops.slow_reference import slow_reference
+from torch import Tensor
 
-mamba2_prefill = slow_reference(naive.mamba2_prefill, "Mamba2 on the CPU")
-mamba2_decode = slow_reference(naive.mamba2_decode, "Mamba2 on the CPU")
-mamba2_commit = naive.mamba2_commit
+from vllm._extension import cpu_ops
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.cpu import gdn_commit as mamba2_commit
+from vllm.model_executor.layers.fla.ops.gated_delta_rule.cpu import journal_fields
+from vllm.model_executor.layers.mamba.ops.mamba2.problem import Mamba2Decode, Mamba2Prefill
+
+__all__ = ["mamba2_commit", "mamba2_decode", "mamba2_prefill"]
+
+_ops = cpu_ops()
+_prefill = _ops.mamba2_prefill.default
+_decode = _ops.mamba2_decode.default
+
+
+def mamba2_prefill(p: Mamba2Prefill) -> None:
+    """See `naive.mamba2_prefill`."""
+    _prefill(*_common(p), p.has_initial_state, p.query_start_loc)
+
+
+def mamba2_decode(p: Mamba2Decode) -> None:
+    """See `naive.mamba2_decode`."""
+    convolution = (p.conv_weight, p.conv_bias, p.conv_state)
+    _decode(*_common(p), *convolution, *journal_fields(p.journal))
+
+
+def _common(p: Mamba2Prefill | Mamba2Decode) -> tuple[Tensor | float, ...]:
+    gates = p.gates
+    return (
+        p.x,
+        gates.dt,
+        gates.A_log,
+        gates.dt_bias,
+        gates.D,
+        *gates.dt_limit,
+        p.state,
+        p.state_indices,
+        p.sizes.num_groups,
+        p.out,
+    )
