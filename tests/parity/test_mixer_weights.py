@@ -19,12 +19,14 @@ from parity_checks import in_this_process, prompts
 from torch import Tensor, nn
 
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.host_weights import bytes_on_host, is_on_host, parameter_bytes
 from vllm.model_executor.models.apriel2_mixers import StochasticMixer
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.platforms import current_platform
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.worker.mixer_weights import MixerWeights
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.worker import Worker
@@ -250,6 +252,27 @@ def test_a_rank_that_fails_takes_the_others_back(
     assert generate(llm) == expected[0]
     llm.change_placement("all-kda")
     assert generate(llm) == expected[1]
+
+
+@pytest.mark.usefixtures("forking")
+def test_a_replica_that_fails_takes_the_others_back(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+        if get_current_vllm_config().parallel_config.data_parallel_rank == 1:
+            raise torch.OutOfMemoryError("the pretended device has no more")
+        return tensor.clone()
+
+    expected = generate(start())
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setattr(current_platform, "to_device", to_device)
+    llm = start(data_parallel_size=2)
+    # The second replica has what it needs.
+    llm.change_placement("all-attention")
+    with pytest.raises(EngineGenerateError, match="failed on replica 1: .*as before.*no more"):
+        llm.change_placement("all-kda")
+    assert llm.collective_rpc("get_layer_placements") == [{0: "attention", 1: "attention"}] * 2
+    assert generate(llm) == expected
 
 
 @pytest.mark.usefixtures("device")

@@ -25,6 +25,7 @@ from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core_memory import CoreMemory
+from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -51,13 +52,16 @@ class CorePlacements:
         drain: Callable[[], None],
         memory: CoreMemory,
         config: KVCacheConfig,
+        late_captures: LateCaptures,
     ) -> None:
         self._vllm_config = vllm_config
         self._scheduler, self._executor = scheduler, executor
-        self._drain, self._memory = drain, memory
+        self._drain, self._memory, self._late_captures = drain, memory, late_captures
         assert vllm_config.model_config is not None
         self._aliases = vllm_config.model_config.placement_aliases
         self._most_unnamed = vllm_config.model_config.max_request_placements
+        #: the engine's own before the last change, None if that changed nothing
+        self._replaced: str | None = None
         #: whether requests wait for a place for their placement
         self.any_waits = False
         self._use(config)
@@ -230,8 +234,10 @@ class CorePlacements:
         """Everything that can be refused is checked first: the names, that the new state fits.
 
         Raises `VLLMValidationError` for a placement the model does not have, or whose state does
-        not fit into the memory; the placement is then as before.
+        not fit into the memory, and `RuntimeError` if it fails on the way; the placement is then as
+        before.
         """
+        self._replaced = None
         connector = self._scheduler.get_kv_connector()
         if connector is not None and not connector.can_leave_memory:
             raise VLLMValidationError(
@@ -259,6 +265,7 @@ class CorePlacements:
             # Its frames hold what was allocated.
             failure = error.with_traceback(None)
         else:
+            self._replaced = before
             logger.info("placement changed in %.2f s", time.monotonic() - begin)
             cache = self._vllm_config.cache_config
             return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
@@ -268,11 +275,18 @@ class CorePlacements:
             f"{type(failure).__name__}: {failure}"
         ) from failure
 
+    def take_back(self) -> None:
+        """Another replica has failed to do the change that this one has just done, if it has."""
+        if self._replaced is not None:
+            self._restore(self._replaced)
+            self._replaced = None
+
     def _place(self, placement: Placement, config: KVCacheConfig) -> list[dict[int, str]]:
         """Change the workers, in two parts, for a rank that fails in the first one must not leave
         others waiting for it in the second; then the scheduler."""
         found = self._executor.collective_rpc("apply_placement", args=(placement, config))
         self._executor.collective_rpc("warm_up_placement")
+        self._late_captures.recount()
         self._scheduler.use_memory(config)
         self._use(config)
         self._memory.adopt(config)
