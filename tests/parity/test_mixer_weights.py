@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.entrypoints.cli.explain_text import render
+from vllm.entrypoints.cli.text_table import amount
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.host_weights import bytes_on_host, is_on_host, parameter_bytes
 from vllm.model_executor.models.apriel2_mixers import StochasticMixer
@@ -367,3 +369,18 @@ def test_a_cpu_leaves_weights_where_they_are(start: Any) -> None:
     assert [param.data_ptr() for param in runner_of(llm).model.parameters()] == addresses
     noted = {one.what: one for one in llm.llm_engine.vllm_config.decisions.decisions()}
     assert noted["weights of mixers that no placement in use has"].chosen.endswith("GiB stay")
+
+
+@pytest.mark.usefixtures("device")
+def test_explain_counts_both(start: Any) -> None:
+    """Also after a change."""
+    llm = start(placement_alias={"fast": "all-gdn"})
+    model = runner_of(llm).model
+    for placement in ("all-attention", "all-kda", "all-gdn"):
+        llm.change_placement(placement)
+        tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}.values()
+        away = bytes_on_host(supernet_of(llm).get_mixers())
+        memory = llm.explain().memory
+        assert memory.host_bytes == away > 0
+        assert memory.weight_bytes == sum(one.nbytes for one in tensors) - away
+        assert f" and {amount(away)} in host memory" in render(llm.explain())
