@@ -8,13 +8,15 @@ mixer that is on the host. tests/gpu/test_mixer_memory.py counts a GPU's bytes.
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from apriel2_models import make_tensors, save, stochastic
+from apriel2_models import MIXERS, make_tensors, save, stochastic
 from parity_checks import in_this_process, prompts
 from torch import Tensor, nn
 
@@ -334,6 +336,24 @@ def test_a_request_brings_what_finds_room(start: Any, monkeypatch: pytest.Monkey
     assert on_device(llm) == named | missing
     llm.change_placement("all-attention")
     assert on_device(llm) == named
+
+
+@pytest.mark.usefixtures("device")
+def test_changes_and_requests_at_random(start: Any) -> None:
+    """Requests choose any placement between changes; each gets what an engine of it alone gives."""
+    rng = random.Random(0)
+    every = [",".join(names) for names in itertools.product(MIXERS, repeat=LAYERS)]
+    expected = {one: generate(start(one)) for one in every}
+    llm = start(placement_alias={"mixed": MIXED}, max_request_placements=2)
+    for _ in range(12):
+        in_use = [rng.choice(every), MIXED]
+        llm.change_placement(in_use[0])
+        for _ in range(4):
+            chosen = rng.choice(every)
+            in_use.append(chosen)
+            assert generate(llm, chosen) == expected[chosen]
+            assert on_device(llm) == used_by(llm, *in_use)
+        assert generate(llm) == expected[in_use[0]]
 
 
 def overlap(llm: LLM, placement: str) -> None:
