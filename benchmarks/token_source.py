@@ -27,7 +27,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.placements import Placement
-from vllm.v1.core.placed_arena import PlacementSpecs
+from vllm.v1.core.placed_arena import BesideArena, PlacementSpecs
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -159,8 +159,8 @@ class TokenExecutor(Executor):
     def get_placed_specs(self, placement: Placement | None = None) -> list[list[PlacementSpecs]]:
         return [[]]
 
-    def get_journal_bytes(self, placement: Placement | None = None) -> list[int]:
-        return [0]
+    def get_bytes_beside(self, placement: Placement | None = None) -> list[BesideArena]:
+        return [BesideArena()]
 
     def determine_available_memory(self) -> list[int]:
         return [1 << 30]

@@ -310,9 +310,11 @@ class LLM(LLMRefusals):
         """Use other mixers of a supernet: a name for each layer, or `all-X`, `everyNth-X`,
         `bookend-attn-X`. Returns them by layer, from every worker.
 
-        All state is dropped and memory planned for the mixers in use. Raises `VLLMValidationError`
-        for a placement that the model does not have or whose state does not fit, and while requests
-        of other threads run; nothing is changed then.
+        All state is dropped; weights of the mixers in use are on the device, others in host memory,
+        and memory is planned for the former. Raises `VLLMValidationError` for a placement that the
+        model does not have or whose state does not fit, and while requests of other threads run,
+        another error if the change fails on the way (no room on the device or the host); nothing is
+        changed then.
         """
         with self._shared.turn:
             return self.llm_engine.change_placement(placement)

@@ -12,9 +12,10 @@ from vllm.config import VllmConfig
 from vllm.config.current import set_current_vllm_config, with_own_layers
 from vllm.distributed.parallel_state import as_first_rank_of
 from vllm.kernels.step import Progress
+from vllm.model_executor.host_weights import parameter_bytes
 from vllm.model_executor.layers.moe import check_expert_parallel
 from vllm.model_executor.model_loader.base import initialize_model
-from vllm.model_executor.models.interfaces import as_stage
+from vllm.model_executor.models.interfaces import HasPlacements, as_stage
 from vllm.model_executor.state_layers import collect_layers
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -26,11 +27,13 @@ from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """Of one rank: `specs` by layer name, in layer order; bytes of all parameters and buffers, and
-    of the journals of decode steps that write recurrent state seldom."""
+    """Of one rank: `specs` by layer name, in layer order; bytes of the parameters and buffers that
+    are on the device, and of those that wait in host memory (mixers of a supernet that no placement
+    in use has); bytes of the journals of decode steps that write recurrent state seldom."""
 
     specs: dict[str, KVCacheSpec]
     weight_bytes: int
+    host_bytes: int
     journals: JournalCounts
     ring_bytes: int
 
@@ -50,13 +53,24 @@ def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
     layers = collect_layers(config, *models)
     # Drafters may share modules with the target.
     tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    host_bytes = sum(parameter_bytes(_waiting(config, model)) for model in models)
     journals = count_journals(config, layers)
     return ModelOutline(
         specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
-        weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        weight_bytes=whole - host_bytes,
+        host_bytes=host_bytes,
         journals=journals,
         ring_bytes=journal_bytes(config, journals),
     )
+
+
+def _waiting(config: VllmConfig, model: nn.Module) -> list[nn.Module]:
+    """The mixers that neither the model's own placement uses nor one with an alias."""
+    if not isinstance(model, HasPlacements) or not model.get_mixer_names():
+        return []
+    own = model.spell(model.get_layer_placements())
+    return model.unused_mixers(own, *config.model_config.placement_aliases.values())
 
 
 def common_outline(vllm_config: VllmConfig, outlines: Sequence[ModelOutline]) -> ModelOutline:

@@ -19,7 +19,8 @@ def modules_in_use(
     `placement`."""
     unused: set[int] = set()
     if isinstance(model, HasPlacements):
-        unused = {id(one) for mixer in model.unused_mixers(placement) for one in mixer.modules()}
+        mixers = model.unused_mixers(*([] if placement is None else [placement]))
+        unused = {id(one) for mixer in mixers for one in mixer.modules()}
     return ((path, m) for path, m in model.named_modules() if id(m) not in unused)
 
 

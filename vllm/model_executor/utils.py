@@ -4,7 +4,7 @@
 A parameter may carry `weight_loader(param, loaded, shard_id=None)`, called by the loaders,
 `dummy_range = (low, high)`, the uniform range of dummy weights, and `optional = True` where a
 checkpoint need not have it: another parameter's loader sets it, or it has a `default`, a number
-that it gets before every load.
+that it gets before every load. `on_host = True`: see `host_weights`.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ from torch import Tensor
 
 
 class AfterLoading:
-    """A module that derives something from its loaded parameters."""
+    """A module that derives something from its loaded parameters, which may be in host memory
+    (`host_weights`)."""
 
     def process_weights_after_loading(self) -> None:
         """Called after every load of the weights."""

@@ -92,3 +92,12 @@ class CpuPlatform(Platform):
 
     def empty_cache(self) -> None:
         """The CPU allocator keeps no cache."""
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor
+
+    def free_memory_bytes(self, device: torch.device) -> int | None:
+        return None

@@ -173,6 +173,17 @@ class CudaPlatform(Platform):
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def free_memory_bytes(self, device: torch.device) -> int | None:
+        return torch.cuda.mem_get_info(device)[0]
+
 
 #: rows, columns: any will do
 _SHAPE = (64, 64)

@@ -196,6 +196,21 @@ class Platform(ABC):
     def empty_cache(self) -> None:
         """Return unused memory of the allocator to the device."""
 
+    @abstractmethod
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, page-locked so that it comes back at the link's speed; the tensor
+        itself where it is there already."""
+
+    @abstractmethod
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on the device of what `to_host` gave; the tensor itself where that is the same.
+        Work that is launched later waits for it."""
+
+    @abstractmethod
+    def free_memory_bytes(self, device: torch.device) -> int | None:
+        """What no process has taken of the device; None for one that has no memory but the
+        host's."""
+
 
 def _as_pair(capability: tuple[int, int] | int) -> tuple[int, int]:
     return divmod(capability, 10) if isinstance(capability, int) else capability

@@ -33,6 +33,7 @@ from vllm.config import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.placed_arena import BesideArena
 from vllm.v1.core.sched.output import BlockCopy, SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
@@ -339,8 +340,8 @@ class FakeExecutor(Executor):
     def get_placed_specs(self, placement: Any = None) -> list[list[Any]]:
         return [[]]
 
-    def get_journal_bytes(self, placement: Any = None) -> list[int]:
-        return [0]
+    def get_bytes_beside(self, placement: Any = None) -> list[BesideArena]:
+        return [BesideArena()]
 
     def determine_available_memory(self) -> list[int]:
         return [self.faults.get("memory", 1 << 30)]

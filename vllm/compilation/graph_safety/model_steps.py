@@ -144,13 +144,19 @@ def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:
     return f"; the steps had {', '.join(parts)}" if parts else ""
 
 
+def _weight_bytes(config: VllmConfig) -> int:
+    """All of them are made, on a CPU."""
+    outline = outline_model(config)
+    return outline.weight_bytes + outline.host_bytes
+
+
 def _that_fits(
     config: VllmConfig, args: EngineArgs, small: dict[str, Any]
 ) -> tuple[VllmConfig, str]:
     """A configuration whose weights may be made up: the given one, or that of a smaller copy (then
     `small` has fewer rows, too) with what is smaller in it. VLLMValidationError where neither is
     small enough."""
-    size = outline_model(config).weight_bytes
+    size = _weight_bytes(config)
     if size <= _MOST_BYTES:
         return config, ""
     copy = smaller_model(config) if isinstance(args.hf_overrides, dict) else None
@@ -159,7 +165,7 @@ def _that_fits(
         small["max_num_seqs"] = _COPYS_ROWS
         overrides = copy.overrides | args.hf_overrides
         config = replace(args, **small | {"hf_overrides": overrides}).create_engine_config()
-        size = outline_model(config).weight_bytes
+        size = _weight_bytes(config)
         if size <= _MOST_BYTES:
             return config, f"; of a smaller copy: {copy.summary}"
     raise VLLMValidationError(

@@ -59,14 +59,17 @@ def _head(report: Explanation) -> Iterator[str]:
     elif report.tensor_parallel_size > 1:
         yield f"bytes and pages of one of {report.tensor_parallel_size} tensor-parallel ranks"
     memory = report.memory
+    weights = f"weights {amount(memory.weight_bytes)}"
+    if memory.host_bytes:
+        weights += f" and {amount(memory.host_bytes)} in host memory"
     if memory.device_bytes is not None:
         yield (
-            f"device {amount(memory.device_bytes)}, weights {amount(memory.weight_bytes)}, "
+            f"device {amount(memory.device_bytes)}, {weights}, "
             f"uncommitted state {amount(memory.ring_bytes)}, "
             f"reserved {amount(memory.reserved_bytes or 0)}"
         )
     else:
-        yield f"weights {amount(memory.weight_bytes)}"
+        yield weights
     yield f"arena {memory.arena_bytes:,} bytes ({memory.source})"
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.host_weights import send_to_host
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.models.apriel2_mixers import (
@@ -66,9 +67,20 @@ def _new_mixer(
     config: Apriel2TextConfig, layer: int, vllm_config: VllmConfig, prefix: str
 ) -> Apriel2Mixer:
     mixers = config.mixers(layer)
-    if "" not in mixers:
-        return StochasticMixer(mixers, vllm_config, prefix, config.main_mixer_name(layer))
-    return mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
+    if "" in mixers:
+        return mixer_class(mixers[""], prefix)(mixers[""], vllm_config, prefix)
+    main = config.main_mixer_name(layer)
+    stochastic, live = StochasticMixer(mixers, vllm_config, prefix, main), {main}
+    model = vllm_config.model_config
+    if model.placement is not None:
+        live = {expand(model.placement, config.num_hidden_layers)[layer]}
+    for placement in model.placement_aliases.values():
+        live.add(expand(placement, config.num_hidden_layers)[layer])
+    for name, mixer in stochastic.mixers.items():
+        if name not in live:
+            # Layer by layer, so that the device never has to hold all of them.
+            send_to_host(mixer)
+    return stochastic
 
 
 def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP:
@@ -146,13 +158,19 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
             names[i] if i in layers else "_" for i in range(self.config.num_hidden_layers)
         )
 
-    def unused_mixers(self, placement: Placement | None = None) -> list[nn.Module]:
-        names = self.get_layer_placements() if placement is None else self._checked(placement)
+    def get_mixers(self) -> list[nn.Module]:
+        return [
+            mixer for layer in self._supernet_layers().values() for mixer in layer.mixers.values()
+        ]
+
+    def unused_mixers(self, *placements: Placement) -> list[nn.Module]:
+        chosen: list[dict[int, str]] = [dict(enumerate(self._checked(one))) for one in placements]
+        chosen = chosen or [self.get_layer_placements()]
         return [
             mixer
             for i, layer in self._supernet_layers().items()
             for name, mixer in layer.mixers.items()
-            if name != names[i]
+            if all(name != names[i] for names in chosen)
         ]
 
     def _checked(self, placement: Placement) -> list[str]:

@@ -120,8 +120,13 @@ class HasPlacements:
         `_` stands for a layer with one mixer. Raises as above."""
 
     @abstractmethod
-    def unused_mixers(self, placement: Sequence[str] | str | None = None) -> list[nn.Module]:
-        """The mixers that no layer uses, now or with `placement`; raises as above."""
+    def get_mixers(self) -> list[nn.Module]:
+        """All mixers of the layers that have several."""
+
+    @abstractmethod
+    def unused_mixers(self, *placements: Sequence[str] | str) -> list[nn.Module]:
+        """The mixers that no layer uses in any of these placements, or now if none is given; raises
+        as above."""
 
 
 class SharesVocabulary:

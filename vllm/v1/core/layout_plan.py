@@ -169,7 +169,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the arena's bytes come from: `source` in words; device figures where they are known."""
+    """Where the arena's bytes come from: `source` in words; device figures where they are known.
+    `host_bytes`: weights that wait in host memory."""
 
     source: str
     arena_bytes: int
@@ -178,12 +179,20 @@ class Memory:
     reserved_bytes: int | None = None
     #: of a device: uncommitted tokens of running requests (docs/state_memory.md)
     ring_bytes: int = 0
+    host_bytes: int = 0
 
 
 def memory_of(
     vllm_config: VllmConfig, budget: Budget, outline: ModelOutline, page_bytes: int
 ) -> Memory:
     """The given budget before the configured pages before what an engine here would take."""
+    memory = _divided(vllm_config, budget, outline, page_bytes)
+    return replace(memory, host_bytes=outline.host_bytes)
+
+
+def _divided(
+    vllm_config: VllmConfig, budget: Budget, outline: ModelOutline, page_bytes: int
+) -> Memory:
     cache, weights = vllm_config.cache_config, outline.weight_bytes
     if budget.arena_bytes is not None:
         return Memory("given", budget.arena_bytes, weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.arena_planner import fit_in_page, plan_arena
@@ -31,6 +32,15 @@ from vllm.v1.kv_cache_interface import (
 
 #: a placement, its mixers joined by commas, and what its layers keep
 PlacementSpecs = tuple[str, dict[str, KVCacheSpec]]
+
+
+class BesideArena(NamedTuple):
+    """Bytes of one worker that are counted with its arena, because a change of the placement moves
+    them from one to the other: journals, and weights of mixers; the latter only where the arena is
+    what weights leave."""
+
+    journals: int = 0
+    mixers: int = 0
 
 
 def placed_config(

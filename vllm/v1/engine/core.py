@@ -92,10 +92,17 @@ class EngineCore:
         self.late_captures = LateCaptures(vllm_config, self.executor)
         self._experts = ExpertRearrangement(vllm_config.parallel_config, self.executor)
         self._placements = CorePlacements(
-            vllm_config, self.scheduler, self.executor, self._drain, memory, kv_cache_config
+            vllm_config,
+            self.scheduler,
+            self.executor,
+            self._drain,
+            memory,
+            kv_cache_config,
+            self.late_captures,
         )
         self._utilities: dict[str, Callable[..., Any]] = {
             "change_placement": self.change_placement,
+            "take_back_placement": self._placements.take_back,
             "overlap_placement": self.overlap_placement,
             "admit_placement": self.admit_placement,
             "collective_rpc": self.collective_rpc,
@@ -321,10 +328,7 @@ class EngineCore:
         """Use other mixers of a supernet; see `CorePlacements.change`."""
         if self.sleeping.is_sleeping:
             raise VLLMValidationError(ASLEEP, "placement")
-        change = self._placements.change(placement)
-        if not change.is_busy:
-            self.late_captures = LateCaptures(self.vllm_config, self.executor)
-        return change
+        return self._placements.change(placement)
 
     def overlap_placement(self, placement: Placement) -> PlacementChange:
         """Use other mixers of a supernet from here on; see `CorePlacements.overlap`."""

@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_configs,
 )
 from vllm.v1.core.placed_arena import (
+    BesideArena,
     PlacementSpecs,
     estimate_placed_max_model_len,
     get_placed_configs,
@@ -33,16 +34,16 @@ logger = init_logger(__name__)
 class CoreMemory:
     """Plans the workers' arenas in the bytes that they have for them.
 
-    What arena and journals take together at the start is what they may take later: a placement
-    whose journals take more has a smaller arena.
+    What arena, journals and weights of mixers take together at the start is what they may take
+    later: a placement whose journals or mixers take more has a smaller arena.
     """
 
     def __init__(self, vllm_config: VllmConfig, executor: Executor) -> None:
         self._vllm_config = vllm_config
         self._executor = executor
-        #: per worker, at the start: the arena's, and the journals'
+        #: per worker, at the start: the arena's, and what is beside it
         self._available_bytes: list[int] = []
-        self._journal_bytes: list[int] = []
+        self._beside: list[BesideArena] = []
 
     def allocate(self, joint: JointSteps | None) -> KVCacheConfig:
         """Give all workers their memory, once; returns what the scheduler works with.
@@ -56,7 +57,7 @@ class CoreMemory:
             least = joint.least(min(self._available_bytes))
             self._available_bytes = [least] * len(self._available_bytes)
             joint.begin()
-        self._journal_bytes = self._executor.get_journal_bytes()
+        self._beside = self._executor.get_bytes_beside()
         if self._vllm_config.model_config.max_model_len_auto:
             self._fit_max_model_len(specs, placed[0])
         configs = self._planned(specs, placed, self._available_bytes)
@@ -69,13 +70,12 @@ class CoreMemory:
         self,
         specs: Sequence[dict[str, KVCacheSpec]],
         placed: Sequence[Sequence[PlacementSpecs]],
-        journal_bytes: Sequence[int],
+        beside: Sequence[BesideArena],
     ) -> list[KVCacheConfig]:
         """Each worker's next memory, from what its layers keep, or what they keep in each placement
-        if there are any, and what their journals take; `ValueError` if a request of full length
+        if there are any, and what is beside the arena; `ValueError` if a request of full length
         does not fit."""
-        before = self._journal_bytes
-        extra = [new - old for new, old in zip(journal_bytes, before, strict=True)]
+        extra = [sum(new) - sum(old) for new, old in zip(beside, self._beside, strict=True)]
         available = [size - more for size, more in zip(self._available_bytes, extra, strict=True)]
         try:
             return self._planned(specs, placed, available)
@@ -83,12 +83,22 @@ class CoreMemory:
             if max(extra) <= 0:
                 raise
             worker = extra.index(max(extra))
-            whole = self._available_bytes[worker] + before[worker]
-            raise ValueError(
-                f"{error} Journals of its recurrent layers take {journal_bytes[worker]} of the "
-                f"{whole} bytes that arena and journals have together ({before[worker]} at the "
-                "start): lower --max-num-seqs or --deferred-commit-tokens"
-            ) from None
+            why = self._why_less(beside[worker], self._beside[worker], worker)
+            raise ValueError(f"{error} {why}") from None
+
+    def _why_less(self, beside: BesideArena, before: BesideArena, worker: int) -> str:
+        if beside.mixers - before.mixers > beside.journals - before.journals:
+            whole = self._available_bytes[worker] + before.mixers
+            return (
+                f"Weights of its mixers take {beside.mixers} of the {whole} bytes that arena and "
+                f"mixers have together ({before.mixers} at the start)"
+            )
+        whole = self._available_bytes[worker] + before.journals
+        return (
+            f"Journals of its recurrent layers take {beside.journals} of the {whole} bytes that "
+            f"arena and journals have together ({before.journals} at the start): lower "
+            "--max-num-seqs or --deferred-commit-tokens"
+        )
 
     def _planned(
         self,

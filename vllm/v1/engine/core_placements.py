@@ -6,8 +6,9 @@ one gets its part of the same pages when the first request comes with it. What i
 placement is never found under another: each has groups of its own.
 
 A change of the engine's own placement drops all state, so it waits until no request is left; the
-memory is planned anew. Or requests that do not choose have another one of those in use from then
-on, while those that run end with theirs: then nothing is dropped and nothing planned.
+weights of its mixers come to the device, those of others leave, and the memory is planned anew. Or
+requests that do not choose have another one of those in use from then on, while those that run end
+with theirs: then nothing is dropped and nothing planned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core_memory import CoreMemory
+from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,13 +52,16 @@ class CorePlacements:
         drain: Callable[[], None],
         memory: CoreMemory,
         config: KVCacheConfig,
+        late_captures: LateCaptures,
     ) -> None:
         self._vllm_config = vllm_config
         self._scheduler, self._executor = scheduler, executor
-        self._drain, self._memory = drain, memory
+        self._drain, self._memory, self._late_captures = drain, memory, late_captures
         assert vllm_config.model_config is not None
         self._aliases = vllm_config.model_config.placement_aliases
         self._most_unnamed = vllm_config.model_config.max_request_placements
+        #: the engine's own before the last change, None if that changed nothing
+        self._replaced: str | None = None
         #: whether requests wait for a place for their placement
         self.any_waits = False
         self._use(config)
@@ -97,19 +102,29 @@ class CorePlacements:
                     "placement",
                 )
             self._planned(len(self._regions), spelled, len(self._config.kv_cache_groups))
+            self._executor.collective_rpc("check_mixers", args=(spelled,))
         return spelled
 
     def assign(self, request: Request) -> None:
-        """Give a request that comes in its placement; it waits if there is no place for that."""
+        """Give a request that comes in its placement, with the weights; it waits if there is no
+        place for that. Raises as `admit`."""
         params = request.sampling_params
         if params is not None and params.placement is not None:
-            spelled = self.admit(params.placement)
+            spelled = self._bring(params.placement)
         elif self._live.get(self._own, 0) == 0:
             return
         else:
             spelled = self._own
         ahead = set(self._live.values()) if self.any_waits else self._of_waiting()
         self._give(request, spelled, ahead)
+
+    def _bring(self, placement: Placement) -> str:
+        """As `admit`, with the weights: they stay until the engine's own placement changes, so who
+        waits for a place will find them."""
+        spelled = self.admit(placement)
+        if spelled not in self._live:
+            self._executor.collective_rpc("fetch_mixers", args=(spelled,))
+        return spelled
 
     def bring_in(self) -> None:
         """Give those that wait for a place what there is by now, in their order: a placement that
@@ -219,8 +234,10 @@ class CorePlacements:
         """Everything that can be refused is checked first: the names, that the new state fits.
 
         Raises `VLLMValidationError` for a placement the model does not have, or whose state does
-        not fit into the memory; the placement is then as before.
+        not fit into the memory, and `RuntimeError` if it fails on the way; the placement is then as
+        before.
         """
+        self._replaced = None
         connector = self._scheduler.get_kv_connector()
         if connector is not None and not connector.can_leave_memory:
             raise VLLMValidationError(
@@ -230,24 +247,58 @@ class CorePlacements:
             )
         specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
         placed = self._executor.get_placed_specs(placement)
-        journal_bytes = self._executor.get_journal_bytes(placement)
+        beside = self._executor.get_bytes_beside(placement)
         if self._scheduler.has_unfinished_requests():
             return PlacementChange(True, [])
         try:
-            configs = self._memory.plan(specs, placed, journal_bytes)
+            configs = self._memory.plan(specs, placed, beside)
         except ValueError as error:
             raise VLLMValidationError(f"placement: {error}", "placement") from None
         self._drain()
         if not self._scheduler.reset_prefix_cache():
             raise RuntimeError("the placement cannot change: state blocks are still in use")
         begin = time.monotonic()
-        found = self._executor.collective_rpc("apply_placement", args=(placement, configs[0]))
-        self._scheduler.use_memory(configs[0])
-        self._use(configs[0])
-        self._memory.adopt(configs[0])
-        logger.info("placement changed in %.2f s", time.monotonic() - begin)
-        cache = self._vllm_config.cache_config
-        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+        before, *_ = self._executor.collective_rpc("get_own_placement")
+        try:
+            found = self._place(placement, configs[0])
+        except Exception as error:
+            # Its frames hold what was allocated.
+            failure = error.with_traceback(None)
+        else:
+            self._replaced = before
+            logger.info("placement changed in %.2f s", time.monotonic() - begin)
+            cache = self._vllm_config.cache_config
+            return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+        self._restore(before)
+        raise RuntimeError(
+            f"the placement is {before} as before, for the change failed: "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
+
+    def take_back(self) -> None:
+        """Another replica has failed to do the change that this one has just done, if it has."""
+        if self._replaced is not None:
+            self._restore(self._replaced)
+            self._replaced = None
+
+    def _place(self, placement: Placement, config: KVCacheConfig) -> list[dict[int, str]]:
+        """Change the workers, in two parts, for a rank that fails in the first one must not leave
+        others waiting for it in the second; then the scheduler."""
+        found = self._executor.collective_rpc("apply_placement", args=(placement, config))
+        self._executor.collective_rpc("warm_up_placement")
+        self._late_captures.recount()
+        self._scheduler.use_memory(config)
+        self._use(config)
+        self._memory.adopt(config)
+        return found
+
+    def _restore(self, placement: str) -> None:
+        """Place what was there before a change that failed, on workers of which some may have
+        changed."""
+        specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
+        placed = self._executor.get_placed_specs(placement)
+        beside = self._executor.get_bytes_beside(placement)
+        self._place(placement, self._memory.plan(specs, placed, beside)[0])
 
     def overlap(self, placement: Placement) -> PlacementChange:
         """From here on requests that do not choose have this placement; those that have started
@@ -261,7 +312,7 @@ class CorePlacements:
             raise VLLMValidationError(
                 f"mode 'overlap' needs two placements at once: {reason}; use 'wait'", "mode"
             )
-        spelled = self.admit(placement)
+        spelled = self._bring(placement)
         index = self._live.get(spelled)
         if index is None:
             index = self._make_place(spelled, self._of_waiting())

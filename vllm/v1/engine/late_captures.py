@@ -20,10 +20,14 @@ class LateCaptures:
     """Captures one size at a time on every worker until none is left."""
 
     def __init__(self, vllm_config: VllmConfig, executor: Executor) -> None:
-        self._executor = executor
+        self._vllm_config, self._executor = vllm_config, executor
+        self.recount()
+
+    def recount(self) -> None:
+        """The workers have other graphs to capture than before."""
         self._num_left = 0
-        if vllm_config.compilation_config.ready_by_s is not None:
-            self._num_left = max(executor.collective_rpc("num_pending_graphs"))
+        if self._vllm_config.compilation_config.ready_by_s is not None:
+            self._num_left = max(self._executor.collective_rpc("num_pending_graphs"))
         self._last_s = time.monotonic()
 
     @property

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 #: calls after which no replica has the prefixes that it had
 _FORGETTING = frozenset({"reset_prefix_cache", "sleep", "change_placement"})
 #: call -> what takes it back, with its arguments, where some replicas could and others could not
-_UNDO: dict[str, tuple[Any, ...]] = {"sleep": ("wake_up", TAGS)}
+_UNDO: dict[str, tuple[Any, ...]] = {
+    "sleep": ("wake_up", TAGS),
+    "change_placement": ("take_back_placement",),
+}
 
 
 def combined(method: str, ranks: Sequence[int], answers: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from vllm.v1.structured_output.mask_words import FilledMasks
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.model_executor.placements import Placement
-    from vllm.v1.core.placed_arena import PlacementSpecs
+    from vllm.v1.core.placed_arena import BesideArena, PlacementSpecs
     from vllm.v1.worker.worker import Worker
 
 #: `--distributed-executor-backend` -> class, imported with its workers when it is chosen
@@ -89,10 +89,11 @@ class Executor(ABC):
         nothing."""
         return self.collective_rpc("get_placed_specs", args=(placement,))
 
-    def get_journal_bytes(self, placement: Placement | None = None) -> list[int]:
-        """Per worker: what `vllm.kernels.journal` takes beside the arena, of all placements that
-        have memory from the start, with `placement` instead of the engine's own if given."""
-        return self.collective_rpc("get_journal_bytes", args=(placement,))
+    def get_bytes_beside(self, placement: Placement | None = None) -> list[BesideArena]:
+        """Per worker: what journals (`vllm.kernels.journal`) and mixers take beside the arena, of
+        all placements that have memory from the start, with `placement` instead of the engine's own
+        if given."""
+        return self.collective_rpc("get_bytes_beside", args=(placement,))
 
     def determine_available_memory(self) -> list[int]:
         """Per worker: bytes the state arena may take."""

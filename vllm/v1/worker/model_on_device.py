@@ -44,6 +44,7 @@ from vllm.v1.worker.journal_pool import (
     count_journals,
     journal_bytes,
 )
+from vllm.v1.worker.mixer_weights import MixerWeights
 from vllm.v1.worker.pipeline_stage import PipelineStage
 from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
@@ -100,6 +101,9 @@ class ModelOnDevice:
         self.samples = get_pp_group().is_last_rank
         self.capture: HiddenStateCapture | None = None
         self.tap: ResidualTap
+        self.mixers: MixerWeights
+        #: what a step takes at most beside weights and state, if that was measured
+        self.activation_bytes = 0
         self.sanitizer: Sanitizer | None = None
         self.journals: StateJournals | None = None
         #: by placement; the attributes above are those of the one that `placement` names
@@ -123,6 +127,8 @@ class ModelOnDevice:
         if self.drafter is not None:
             self.models += attach_drafter(self.drafter, self.model)
         self.tap = ResidualTap(self.model, [self.capture, self.drafter])
+        self.mixers = MixerWeights(self.model, self.device)
+        self.mixers.send(self.live_placements())
         if get_pp_group().world_size > 1:
             self.stage = self._join_pipeline()
         if self.samples:
@@ -171,6 +177,15 @@ class ModelOnDevice:
         aliases = self.model_config.placement_aliases.values()
         return list(dict.fromkeys(model.spell(one) for one in (own, *aliases)))
 
+    def live_placements(self, placement: Placement | None = None) -> list[str]:
+        """Those whose mixers have their weights on the device: `placements`, or where requests
+        cannot choose the engine's own (or this one, instead)."""
+        model = self.model
+        if not isinstance(model, HasPlacements) or not model.get_mixer_names():
+            return []
+        own = model.get_layer_placements() if placement is None else placement
+        return self.placements(placement) or [model.spell(own)]
+
     @torch.no_grad()
     def load_weights(self) -> None:
         """Fill the model's parameters; ValueError for a checkpoint that does not fit."""
@@ -202,9 +217,12 @@ class ModelOnDevice:
         return counts
 
     def place(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
-        """Use other mixers of a supernet, with memory for them, which is all that is kept; no
-        request is left. Returns them by layer."""
-        model = self.supernet()
+        """Use other mixers of a supernet, with their weights and memory for them, which is all that
+        is kept; no request is left. Returns them by layer.
+
+        If that fails, the worker has no state memory until another placement, such as the old one,
+        is placed."""
+        model, live = self.supernet(), self.live_placements(placement)
         self.drop_graphs()
         self.release_kv_cache()
         self.journals = None
@@ -212,8 +230,11 @@ class ModelOnDevice:
         # The new parts have other sizes: no hole of the old ones' may remain.
         gc.collect()
         current_platform.empty_cache()
+        self.mixers.fetch(live)
         placed = model.set_layer_placements(placement)
         self._collect_layers()
+        self.mixers.send(live)
+        current_platform.empty_cache()
         self.initialize_kv_cache(config)
         return placed
 
@@ -346,7 +367,8 @@ class ModelOnDevice:
             if placed.journals is not None:
                 placed.journals.unbind()
         self.placed = {}
-        del self.arena, self.block_tables, self.metadata
+        for name in ("arena", "block_tables", "metadata"):
+            self.__dict__.pop(name, None)
         self.sanitizer = None
         self.groups = []
 
@@ -360,5 +382,5 @@ class ModelOnDevice:
         self.drop_graphs()
         self.sanitizer = self.journals = None
         state = ("arena", "block_tables", "metadata")
-        for name in ("model", "models", "capture", "drafter", "tap", *state):
+        for name in ("model", "models", "mixers", "capture", "drafter", "tap", *state):
             self.__dict__.pop(name, None)

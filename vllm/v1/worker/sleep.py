@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from vllm import decisions
+from vllm.model_executor.host_weights import is_on_host
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.zeroed_memory import zero
 
@@ -79,7 +80,8 @@ class Sleeper:
         elif on_host:
             decisions.record("sleep level 1", "weights stay", "they are in host memory already")
         else:
-            weights.append(ParkedMemory(parameters, keep=True))
+            awake = [param for param in parameters if not is_on_host(param)]
+            weights.append(ParkedMemory(awake, keep=True))
         if not on_host:
             # No checkpoint has the buffers (rotary tables), so every level keeps them.
             buffers = [buffer for model in runner.models for buffer in model.buffers()]

@@ -85,11 +85,11 @@ def profile_peak_bytes(runner: ModelRunner) -> int:
     run_batch(runner, DummyBatch(count, longest, 0, _GREEDY, decode=False))
     _sample_full_batch(runner)
     torch.cuda.synchronize(runner.device)
-    peak_activations = torch.cuda.max_memory_allocated(runner.device) - resident
+    runner.activation_bytes = torch.cuda.max_memory_allocated(runner.device) - resident
     runner.release_kv_cache()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(runner.device)
-    return total - free + peak_activations
+    return total - free + runner.activation_bytes
 
 
 @torch.inference_mode()

@@ -36,13 +36,11 @@ from vllm.distributed.parallel_state import (
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.moe import check_expert_parallel, expert_counts
-from vllm.model_executor.placements import Placement
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.startup_phases import startup_phase
-from vllm.v1.core.placed_arena import PlacementSpecs
-from vllm.v1.core.sched.output import BlockOperation, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.structured_output.masks import ReceiveMasks, no_masks
@@ -50,6 +48,7 @@ from vllm.v1.worker.expert_balancer import ExpertBalancer
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.sleep import Sleeper
 from vllm.v1.worker.warm_up import find_kernels, profile_peak_bytes, warm_up
+from vllm.v1.worker.worker_placements import WorkerPlacements
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -59,7 +58,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 
-class Worker:
+class Worker(WorkerPlacements):
     """Rank `rank` of the configuration's `world_size` workers, the `local_rank`-th of its host.
 
     `distributed_init_method`: where the ranks meet (a URL of torch.distributed; unused by one).
@@ -203,11 +202,8 @@ class Worker:
     @startup_phase("memory profile")
     def determine_available_memory(self) -> int:
         """Bytes for the arena: as given, or what weights and activations leave."""
-        cache = self.cache_config
-        if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes
-        if self.device.type == "cpu":
-            return cache.cpu_kvcache_space_bytes
+        if (given := self.given_arena_bytes) is not None:
+            return given
         self.await_kernels()
         with self.at_work():
             return self._profiled_memory()
@@ -233,57 +229,6 @@ class Worker:
             ensure_kv_transfer_initialized(self.vllm_config, kv_cache_config)
             if (connector := self._connector_slot.connector) is not None:
                 connector.register_memory(self.model_runner.state_memory())
-
-    def get_placement_specs(self, placement: Placement) -> dict[str, KVCacheSpec]:
-        """What the layers that a placement uses would keep; `VLLMValidationError` for one that the
-        model does not have."""
-        self.model_runner.supernet()
-        return self.model_runner.get_kv_cache_spec(placement)
-
-    def get_placed_specs(self, placement: Placement | None) -> list[PlacementSpecs]:
-        """See `Executor.get_placed_specs`."""
-        runner = self.model_runner
-        return [(name, runner.get_kv_cache_spec(name)) for name in runner.placements(placement)]
-
-    def spell_placement(self, placement: Placement) -> str:
-        """See `HasPlacements.spell`; `VLLMValidationError` for one that the model does not have."""
-        return self.model_runner.supernet().spell(placement)
-
-    def get_journal_bytes(self, placement: Placement | None) -> int:
-        """See `Executor.get_journal_bytes`."""
-        return self.model_runner.journal_bytes(placement)
-
-    def set_placement(
-        self, index: int, config: KVCacheConfig, block_log: list[BlockOperation] | None
-    ) -> bool:
-        """See `ModelRunner.set_placement`."""
-        return self.model_runner.set_placement(index, config, block_log)
-
-    def apply_placement(self, placement: Placement, config: KVCacheConfig) -> dict[int, str]:
-        """Use these mixers, with memory for them, and capture their graphs; no request is left."""
-        connector = self._connector_slot.connector
-        if connector is not None:
-            connector.leave_memory(config)
-        placed = self.model_runner.place(placement, config)
-        if connector is not None:
-            connector.register_memory(self.model_runner.state_memory())
-        if self.device.type == "cuda":
-            warm_up(self.model_runner)
-        return placed
-
-    def use_as_own(self, index: int) -> dict[int, str]:
-        """Requests that do not choose have this placement from here on; returns its mixers."""
-        self.model_runner.own_placement = index
-        return self.get_layer_placements()
-
-    def get_layer_placements(self) -> dict[int, str]:
-        """A supernet's mixer of each layer that has several, for requests that do not choose."""
-        self.model_runner.use_placement(self.model_runner.own_placement)
-        return self.model_runner.supernet().get_layer_placements()
-
-    def get_mixer_names(self) -> tuple[str, ...]:
-        """The mixers of a supernet's layers."""
-        return self.model_runner.supernet().get_mixer_names()
 
     def get_kv_connector_handshake_metadata(
         self,

@@ -25,16 +25,17 @@ def new_zeros(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def zero(memory: Tensor) -> None:
-    """Fill `uint8 [bytes]`, just allocated and registered by no device, with zeros.
+    """Fill `uint8 [bytes]`, just allocated, with zeros.
 
     On Linux the pages of host memory are given back to the system, which has a zeroed one at hand
     when one is next used (madvise(2), MADV_DONTNEED of private anonymous memory, which allocators
-    give out): gigabytes take no time, and no memory before they are used.
+    give out): gigabytes take no time, and no memory before they are used. Not where a device has
+    locked them.
     """
     begin = memory.data_ptr()
     end = begin + len(memory)
     first, last = -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
-    in_reach = memory.device.type == "cpu" and sys.platform == "linux"
+    in_reach = memory.device.type == "cpu" and sys.platform == "linux" and not memory.is_pinned()
     if in_reach and len(memory) >= _MIN_BYTES and _give_back(first, last - first):
         memory[: first - begin].zero_()
         memory[last - begin :].zero_()

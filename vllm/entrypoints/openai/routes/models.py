@@ -49,7 +49,7 @@ async def get_placements(request: Request) -> dict[str, Any]:
 async def set_placements(request: Request) -> dict[str, Any]:
     """Use other mixers; replies once they are in use. Running requests end with the old ones, new
     ones wait, or start beside them. 400, and nothing changed, for mixers that the model has not, or
-    that do not fit."""
+    that do not fit; 500, and nothing changed, if weights or memory find no room on the way."""
     body = await parse_body(request, PlacementRequest)
     await server_of(request).engine.change_placement(body.placement, body.mode)
     return await get_placements(request)

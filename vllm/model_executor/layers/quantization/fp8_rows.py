@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm.kernels import fp8
+from vllm.model_executor.host_weights import is_on_host
 from vllm.model_executor.layers.quantization.base import Layer, LinearMethod
 from vllm.model_executor.parameter import (
     Section,
@@ -100,13 +101,14 @@ def fp8_loader(loader: WeightLoader) -> WeightLoader:
 def load_quantizing(
     param: Tensor, loaded: Tensor, shard_id: AnyShard = None, *, scale: Tensor, layout: WeightLayout
 ) -> None:
-    """Quantise this process's part of 16-bit rows, on the parameter's device."""
+    """Quantise this process's part of 16-bit rows, on the parameter's device, or where they are if
+    it waits in host memory."""
     if loaded.dtype.itemsize < 2:
         raise WeightDtypeError(f"expected a 16-bit or wider weight to quantise, got {loaded.dtype}")
     sections, dim = layout.split
     for start, part in local_parts(param.shape, loaded, shard_id, sections, dim):
         rows = slice(start, start + len(part)) if dim == 0 else slice(None)
-        values, row_scale = fp8.quantize_rows(part.to(param.device))
+        values, row_scale = fp8.quantize_rows(part if is_on_host(param) else part.to(param.device))
         param.data[rows].copy_(values)
         scale.data[rows].copy_(row_scale.squeeze(-1))
 
