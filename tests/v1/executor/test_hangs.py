@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from vllm.v1.executor import hang_watch, stationed
 from vllm.v1.executor.hang_watch import Asked, HangWatch
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.pulse import Beat
+from vllm.v1.executor.replica_reports import ReplicaReports, Report
 from vllm.v1.worker.worker import Worker
 
 pytestmark = [
@@ -167,6 +169,20 @@ def test_a_collective_that_all_are_in_gets_more_time() -> None:
     for rank in (0, 1):
         watch.take(rank, replace(beat, still_s=hang_watch.SLOW_S + 1))
     assert "no worker goes on, for 120 s" in (watch.look(0.1) or "")
+
+
+def test_a_replica_has_reported_when_its_watch_has_begun(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It may be stopped right after."""
+    monkeypatch.setattr(HangWatch, "_run", lambda self: None)
+    own = ReplicaReports(str(tmp_path), 1, 2)
+    HangWatch(range(1), lambda: None, lambda rank: True, lambda error: None, own).start()
+    other = Report(0.0, 0.0, [], None)
+    seen = ReplicaReports(str(tmp_path), 0, 2).exchange(other)[1]
+    assert seen.places == ["replica 1: rank 0 has said nothing so far"]
+    time.sleep(0.05)
+    assert ReplicaReports(str(tmp_path), 0, 2).exchange(other)[1].still_s >= 0.05
 
 
 def _watch() -> HangWatch:

@@ -96,6 +96,10 @@ class HangWatch:
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
 
     def start(self) -> None:
+        """Other replicas have this one's first report when this returns: it may be stopped at any
+        moment from now on."""
+        if self._reports is not None:
+            self._reports.exchange(self._report(self._asked()))
         self._thread.start()
 
     def stop(self) -> None:
