@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -69,7 +70,8 @@ def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
 
 
 def lie_down() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """At once: a signal to the process is for its main thread, and this one would go on a while."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def sleep_long() -> None:
@@ -99,6 +101,23 @@ def test_a_worker_of_one_replica_that_does_not_come(start: Any, late: Any, ranks
     assert gone(list(own)) and time.monotonic() - began < END_S
 
 
+def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) -> None:
+    """Only the front end waits for its answer."""
+    before = set(children())
+    llm = start()
+    own = set(children()) - before
+
+    def stop(worker: Worker) -> None:
+        if get_world_group().is_last_rank:
+            lie_down()
+
+    began = time.monotonic()
+    with pytest.raises(Exception, match="replica 1 does not go on, for 4 s: replica 0: "):
+        llm.collective_rpc(stop)
+    llm.llm_engine.engine_core.shutdown()
+    assert gone(list(own)) and time.monotonic() - began < END_S
+
+
 def test_a_worker_of_one_replica_that_is_slow(start: Any) -> None:
     llm = start()
     assert len(set(llm.collective_rpc(meet, args=(compute_long,)))) == 2
@@ -121,6 +140,6 @@ def test_a_replica_that_does_not_come_to_the_start(
 
     monkeypatch.setattr(kind, name, late_method)
     before, began = set(children()), time.monotonic()
-    with pytest.raises(RuntimeError, match="no worker goes on, for 4 s: .* waits for "):
+    with pytest.raises(RuntimeError, match="go(es)? on, for 4 s: .* waits for "):
         start()
     assert gone(list(set(children()) - before)) and time.monotonic() - began < END_S

@@ -2,11 +2,11 @@
 """Finds workers that do not go on while somebody waits for them.
 
 A worker that loads, compiles or computes uses a processor or a disk, for as long as it takes. What
-is wrong when one waits for others in a collective, or has answered while others have not, and
-nobody does anything: then no rank can come to what the others wait for. A collective that all ranks
-are in may be a slow one, and gets more time. A worker whose beats stop is wrong, too. Replicas that
-share experts tell each other what their workers do, since a worker of one may wait for those of
-another.
+is wrong when one waits for others in a collective and nobody does anything: then no rank can come
+to what the others wait for. A collective that all ranks are in may be a slow one, and gets more
+time. A worker whose beats stop although its process does nothing is wrong, too. Replicas that share
+experts tell each other what their workers do, since a worker of one may wait for those of another;
+one that tells nothing and does nothing is wrong.
 """
 
 from __future__ import annotations
@@ -14,26 +14,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
+from vllm import envs
 from vllm.v1.executor.pulse import BEAT_S, LONGEST_BEAT_S, Beat
 from vllm.v1.executor.replica_reports import ReplicaReports, Report
 
-#: how long nobody may go on
+#: how long nobody may go on, unless `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` or a call allows more
 HANG_S = 20.0
 #: how long a collective may take that all are in
 SLOW_S = 120.0
-#: how long a worker that cannot be seen from here may take until its first beat
-_FIRST_BEAT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What workers have not answered: `is_call`, or a step; `patience_s`: how long whoever asked
-    has said that it may take."""
-
-    is_call: bool
-    patience_s: float = 0.0
+#: how long there may be no beat of a worker whose process cannot be seen from here
+_UNSEEN_S = 120.0
 
 
 class _Member:
@@ -43,18 +36,42 @@ class _Member:
         self.name = name
         self.beat: Beat | None = None
         self.silent_s = 0.0
+        self._is_seen: bool | None = False
+
+    def take(self, beat: Beat) -> None:
+        self.beat, self.silent_s = beat, 0.0
+
+    def pass_over(self, passed_s: float, sees_work: Callable[[], bool | None]) -> None:
+        """There was no beat for so much longer; whoever is seen to work goes on without any: beats
+        need Python, which a long call into a library may keep to itself."""
+        self.silent_s += passed_s
+        if not self.is_silent:
+            return
+        self._is_seen = sees_work()
+        if self._is_seen:
+            self.silent_s = 0.0
+            if self.beat is not None:
+                self.beat = replace(self.beat, still_s=0.0)
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_s > 3 * BEAT_S
+
+    def is_lost(self, limit_s: float) -> bool:
+        """Whether there was no beat for too long."""
+        return self.silent_s >= (max(limit_s, _UNSEEN_S) if self._is_seen is None else limit_s)
 
     @property
     def still_s(self) -> float:
+        if self.is_silent and self._is_seen is None:
+            return 0.0  # as far as one can know
         return self.silent_s + (0.0 if self.beat is None else self.beat.still_s)
 
     @property
-    def is_idle(self) -> bool:
-        return self.beat is not None and self.beat.is_idle
-
-    @property
-    def is_in_collective(self) -> bool:
-        return self.beat is not None and self.beat.is_in_collective
+    def collective(self) -> str | None:
+        """What it is in."""
+        beat = self.beat
+        return beat.waits_for if beat is not None and beat.is_in_collective else None
 
     def __str__(self) -> str:
         beat = self.beat
@@ -64,25 +81,21 @@ class _Member:
         if beat.is_idle:
             return f"{self.name} has nothing to do{silent}"
         what = "is in no collective" if beat.waits_for is None else f"waits for {beat.waits_for}"
-        return f"{self.name} {what}{silent}, at {beat.frames}"
-
-    @property
-    def is_silent(self) -> bool:
-        return self.silent_s > 3 * BEAT_S
+        return f"{self.name} {what}{silent}" + (f", at {beat.frames}" if beat.frames else "")
 
 
 class HangWatch:
     """Looks once a second, from `start` to `stop`, and calls `ends` once.
 
-    `asked`: what workers have not answered, None where nobody waits for them; `sees_work`: whether
-    the worker of a rank does something, for one whose beats do not come; None if that cannot be
-    seen. `reports`: of replicas that share experts.
+    `patience_s`: how long whoever waits for workers has said that it may take, 0 if nothing was
+    said, None where nobody waits; `sees_work`: whether the worker of a rank does something, for one
+    whose beats do not come; None if that cannot be seen. `reports`: of replicas that share experts.
     """
 
     def __init__(
         self,
         ranks: range,
-        asked: Callable[[], Asked | None],
+        patience_s: Callable[[], float | None],
         sees_work: Callable[[int], bool | None],
         ends: Callable[[Exception], None],
         reports: ReplicaReports | None = None,
@@ -90,7 +103,7 @@ class HangWatch:
         self._members = {rank: _Member(f"rank {rank}") for rank in ranks}
         #: the engine core's own thread, where it waits for other replicas
         self._core = _Member("the engine core")
-        self._asked, self._sees_work, self._ends = asked, sees_work, ends
+        self._patience_s, self._sees_work, self._ends = patience_s, sees_work, ends
         self._reports = reports
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hang-watch", daemon=True)
@@ -99,7 +112,7 @@ class HangWatch:
         """Other replicas have this one's first report when this returns: it may be stopped at any
         moment from now on."""
         if self._reports is not None:
-            self._reports.exchange(self._report(self._asked()))
+            self._reports.exchange(self._report(self._patience_s()), 0.0)
         self._thread.start()
 
     def stop(self) -> None:
@@ -110,12 +123,11 @@ class HangWatch:
 
     def take(self, rank: int, beat: Beat) -> None:
         """The beat of a worker; on any thread."""
-        member = self._members[rank]
-        member.beat, member.silent_s = beat, 0.0
+        self._members[rank].take(beat)
 
     def take_core(self, beat: Beat) -> None:
         """Of the engine core's own thread."""
-        self._core.beat, self._core.silent_s = beat, 0.0
+        self._core.take(beat)
 
     def places(self) -> str:
         """Where all are, for errors."""
@@ -123,65 +135,67 @@ class HangWatch:
 
     def _run(self) -> None:
         before_s = time.monotonic()
-        while not self._stopped.is_set():
-            now_s = time.monotonic()
-            found = self.look(min(now_s - before_s, LONGEST_BEAT_S))
-            before_s = now_s
-            if found is not None:
-                self._ends(TimeoutError(found))
-                return
-            self._stopped.wait(BEAT_S)
+        try:
+            while not self._stopped.is_set():
+                now_s = time.monotonic()
+                found = self.look(min(now_s - before_s, LONGEST_BEAT_S))
+                before_s = now_s
+                if found is not None:
+                    raise TimeoutError(found)
+                self._stopped.wait(BEAT_S)
+        except Exception as error:  # without a watch there may be a hang that nobody ends
+            self._ends(error)
 
     def look(self, passed_s: float) -> str | None:
         """What is wrong, `passed_s` after the last look."""
-        asked = self._asked()
+        patience_s = self._patience_s()
         for rank, member in self._members.items():
-            seen = asked is None or (member.is_silent and self._sees_work(rank))
-            # Beats need Python, which a long call into a library may keep to itself.
-            member.silent_s = 0.0 if seen else member.silent_s + passed_s
-        own = self._report(asked)
-        reports = [own] if self._reports is None else self._reports.exchange(own)
-        if self._reports is None and asked is None:
+            if patience_s is None:
+                member.silent_s = 0.0
+            else:
+                member.pass_over(passed_s, partial(self._sees_work, rank))
+        own = self._report(patience_s)
+        if self._reports is not None:
+            reports = self._reports.exchange(own, passed_s)
+        else:
+            reports = [] if patience_s is None else [own]
+        wrong = self._wrong(own, reports) if reports else None
+        if wrong is None:
             return None
-        limit_s = HANG_S if asked is None else max(HANG_S, asked.patience_s)
-        if silent := self._silent_ranks(limit_s):
-            return _message(f"{_ranks(silent)} {_do(silent)} not go on", limit_s, reports)
+        what, limit_s = wrong
+        places = "; ".join(place for report in reports for place in report.places)
+        return f"{what}, for {limit_s:g} s: {places}"
+
+    def _wrong(self, own: Report, reports: Sequence[Report]) -> tuple[str, float] | None:
+        """What, and for how long."""
+        step_s = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS or 0.0
+        limit_s = max(HANG_S, step_s, *(one.patience_s for one in reports))
+        if lost := [rank for rank, one in self._members.items() if one.is_lost(limit_s)]:
+            return f"{_ranks(lost)} {_do(lost)} not go on", limit_s
+        if lost := [rank for rank, one in enumerate(reports) if one.silent_s >= limit_s]:
+            replicas = f"replica{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+            return f"{replicas} {_do(lost)} not go on", limit_s
         if len({one.all_in for one in reports}) == 1 and own.all_in is not None:
             limit_s = max(SLOW_S, limit_s)
         if max(one.waits_s for one in reports) < limit_s:
             return None
         if min(one.still_s for one in reports) < limit_s:
             return None
-        return _message("no worker goes on", limit_s, reports)
+        return "no worker goes on", limit_s
 
-    def _silent_ranks(self, limit_s: float) -> list[int]:
-        found = []
-        for rank, member in self._members.items():
-            blind = member.beat is None and self._sees_work(rank) is None
-            if member.silent_s >= max(limit_s, _FIRST_BEAT_S if blind else 0.0):
-                found.append(rank)
-        return found
-
-    def _report(self, asked: Asked | None) -> Report:
+    def _report(self, patience_s: float | None) -> Report:
         members = list(self._members.values())
-        waiting = [one.still_s for one in members if one.is_in_collective]
-        idle = [one.still_s for one in members if one.is_idle]
-        if asked is not None and asked.is_call and idle and len(idle) < len(members):
-            waiting += idle  # who has answered waits for those that have not
-        places = [str(one) for one in members]
-        inside = {
-            one.beat.waits_for if one.beat is not None and one.is_in_collective else None
-            for one in members
-        }
+        inside = {one.collective for one in members}
         all_in = inside.pop() if len(inside) == 1 else None
+        places = [str(one) for one in members]
         if self._reports is not None:
             members.append(self._core)
-            if self._core.is_in_collective:
+            if self._core.collective is not None:
                 all_in = None
-                waiting.append(self._core.still_s)
                 places.append(str(self._core))
+        waits_s = max((one.still_s for one in members if one.collective is not None), default=0.0)
         still_s = min(one.still_s for one in members)
-        return Report(max(waiting, default=0.0), still_s, places, all_in)
+        return Report(waits_s, still_s, places, all_in, patience_s or 0.0)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -191,9 +205,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _do(ranks: Sequence[int]) -> str:
     return "do" if len(ranks) > 1 else "does"
-
-
-def _message(what: str, limit_s: float, reports: Sequence[Report]) -> str:
-    return f"{what}, for {limit_s:g} s: " + "; ".join(
-        place for report in reports for place in report.places
-    )

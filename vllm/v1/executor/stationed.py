@@ -29,7 +29,7 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor, overdue_message
-from vllm.v1.executor.hang_watch import Asked, HangWatch
+from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.pulse import Beat, Pulse
 from vllm.v1.executor.replica_reports import reports_of
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
@@ -49,7 +49,6 @@ logger = init_logger(__name__)
 #: on several
 _BLAME_S = 0.5
 _BLAME_OF_HOSTS_S = 3.0
-_CALL = Asked(is_call=True)
 #: how long workers may take to stop before they are killed: at the end, and after a failure
 STOP_S = 10.0
 LAST_WORDS_S = 1.5
@@ -80,7 +79,7 @@ class StationedExecutor(Executor):
         self._open: list[deque[Question]] = [deque() for _ in self._ranks]
         self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
         self._watch = HangWatch(
-            self._ranks, self._unanswered, self._sees_work, self._fail, reports_of(parallel)
+            self._ranks, self._allowed_s, self._sees_work, self._fail, reports_of(parallel)
         )
         #: of the engine core's thread, which may wait for other replicas
         self._pulse: Pulse | None = None
@@ -117,7 +116,7 @@ class StationedExecutor(Executor):
         self._aggregator = KVOutputAggregator.from_connector(connector, len(self._ranks))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        question = Question(self._step_ranks, self._step_result, Asked(is_call=False))
+        question = Question(self._step_ranks, self._step_result)
         self._ask(Kind.STEP, scheduler_output, question)
         return question.future
 
@@ -139,7 +138,7 @@ class StationedExecutor(Executor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        question = Question(self._ranks, asked=Asked(True, timeout or 0.0))
+        question = Question(self._ranks, patience_s=timeout or 0.0)
         self._ask(Kind.CALL, cloudpickle.dumps((method, args, kwargs or {})), question)
         results: list[Any] = question.future.result(timeout)
         return results
@@ -204,16 +203,13 @@ class StationedExecutor(Executor):
 
     # ---- hangs (watching thread) ---------------------------------------------------------------
 
-    def _unanswered(self) -> Asked | None:
-        """Of all open questions: whether one is a call, and the longest time that it may take."""
-        heads: list[Asked] = []
+    def _allowed_s(self) -> float | None:
+        """The longest time that any open question may take; None without one."""
+        longest_s: float | None = None
         for questions in self._open:
             with contextlib.suppress(IndexError):  # answered just now
-                heads.append(questions[0].asked)
-        if not heads:
-            return None
-        is_call = any(one.is_call for one in heads)
-        return Asked(is_call, max(one.patience_s for one in heads))
+                longest_s = max(longest_s or 0.0, questions[0].patience_s)
+        return longest_s
 
     def _sees_work(self, rank: int) -> bool | None:
         station = next(one for one in self._stations if rank in one.ranks)
@@ -301,18 +297,18 @@ class StationedExecutor(Executor):
 class Question:
     """A message to all workers, and the answers of those that give one.
 
-    `combine` makes the future's result of their values, in rank order; `asked`: for who looks for
-    hangs.
+    `combine` makes the future's result of their values, in rank order; `patience_s`: how
+    long whoever asks has said that it may take.
     """
 
     def __init__(
         self,
         ranks: range,
         combine: Callable[[list[Any]], Any] = list,
-        asked: Asked = _CALL,
+        patience_s: float = 0.0,
     ) -> None:
         self.ranks = ranks
-        self.asked = asked
+        self.patience_s = patience_s
         self.future: Future[Any] = Future()
         self._combine = combine
         self._answers: dict[int, Answer] = {}

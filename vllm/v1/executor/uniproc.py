@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.executor.hang_watch import Asked, HangWatch
+from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.pulse import NEXT_MESSAGE, Beat, Pulse
 from vllm.v1.executor.replica_reports import reports_of
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -120,7 +120,7 @@ class UniProcExecutor(Executor):
 
     def _watch_replicas(self, parallel: ParallelConfig) -> None:
         watch = self._watch = HangWatch(
-            range(1), self._unanswered, lambda rank: True, self._fail, reports_of(parallel)
+            range(1), self._allowed_s, lambda rank: True, self._fail, reports_of(parallel)
         )
         self._pulses = [
             Pulse(watch.take_core, alone=True),
@@ -140,8 +140,8 @@ class UniProcExecutor(Executor):
             beat = replace(beat, waits_for=NEXT_MESSAGE, is_idle=True, frames="")
         self._watch.take(0, beat)
 
-    def _unanswered(self) -> Asked | None:
-        return Asked(True, self._patience_s) if self._open else None
+    def _allowed_s(self) -> float | None:
+        return self._patience_s if self._open else None
 
     def _promise(self, work: Future[T]) -> Future[T]:
         """What becomes of `work`, or that the worker hangs."""
