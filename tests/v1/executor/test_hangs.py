@@ -222,7 +222,7 @@ def test_a_rank_without_beats_that_is_seen_to_work() -> None:
 def test_a_rank_without_beats_that_cannot_be_seen() -> None:
     """It may be busy."""
     found = looks(watch_of(IN_SUM, OUTSIDE, sees_work=None), 200, (IN_SUM, None)) or ""
-    assert found.startswith("120 s: the worker of rank 1 does not go on")
+    assert found.startswith("120 s: the worker of rank 1 does not go on, for 120 s: ")
 
 
 def test_a_watch_that_fails_says_so() -> None:

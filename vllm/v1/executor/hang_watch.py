@@ -57,9 +57,9 @@ class _Member:
     def is_silent(self) -> bool:
         return self.silent_s > 3 * BEAT_S
 
-    def is_lost(self, limit_s: float) -> bool:
-        """Whether there was no beat for too long."""
-        return self.silent_s >= (max(limit_s, _UNSEEN_S) if self._is_seen is None else limit_s)
+    def longest_s(self, limit_s: float) -> float:
+        """How long there may be no beat."""
+        return max(limit_s, _UNSEEN_S) if self._is_seen is None else limit_s
 
     @property
     def still_s(self) -> float:
@@ -170,8 +170,9 @@ class HangWatch:
         """What, and for how long."""
         step_s = envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS or 0.0
         limit_s = max(HANG_S, step_s, *(one.patience_s for one in reports))
-        if lost := [rank for rank, one in self._members.items() if one.is_lost(limit_s)]:
-            return f"{_ranks(lost)} {_do(lost)} not go on", limit_s
+        allowed_s = {rank: one.longest_s(limit_s) for rank, one in self._members.items()}
+        if lost := [rank for rank, s in allowed_s.items() if self._members[rank].silent_s >= s]:
+            return f"{_ranks(lost)} {_do(lost)} not go on", min(allowed_s[rank] for rank in lost)
         if lost := [rank for rank, one in enumerate(reports) if one.silent_s >= limit_s]:
             replicas = f"replica{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
             return f"{replicas} {_do(lost)} not go on", limit_s
