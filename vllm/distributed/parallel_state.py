@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums, connect_peers
 from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
+from vllm.utils.waiting import waiting_for
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class GroupCoordinator:
         if self.world_size == 2 or x.device.type != "cpu":
             reuse = in_place and x.is_contiguous()
             total = x if reuse else x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.device_group)
+            with self._waiting("all-reduce"):
+                dist.all_reduce(total, group=self.device_group)
             return total
         first, *others = self._gathered(x)
         for other in others:
@@ -84,7 +86,8 @@ class GroupCoordinator:
             return x
         if dim == 0 and not _groups.communicates_not:
             whole = x.new_empty(self.world_size * len(x), *x.shape[1:])
-            dist.all_gather_into_tensor(whole, x.contiguous(), group=self.device_group)
+            with self._waiting("all-gather"):
+                dist.all_gather_into_tensor(whole, x.contiguous(), group=self.device_group)
             return whole
         return torch.cat(self._gathered(x), dim=dim)
 
@@ -99,7 +102,8 @@ class GroupCoordinator:
         if _groups.communicates_not:
             return x[: len(x) // self.world_size]
         parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(parts, x.contiguous(), group=self.device_group)
+        with self._waiting("reduce-scatter"):
+            dist.all_to_all_single(parts, x.contiguous(), group=self.device_group)
         first, *others = parts.chunk(self.world_size)
         total = first.to(torch.promote_types(x.dtype, torch.float32))
         for other in others:
@@ -110,7 +114,8 @@ class GroupCoordinator:
         if _groups.communicates_not:
             return [x] * self.world_size
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.ranks]
-        dist.all_gather(parts, x.contiguous(), group=self.device_group)
+        with self._waiting("all-gather"):
+            dist.all_gather(parts, x.contiguous(), group=self.device_group)
         return parts
 
     def all_agree(self, opinion: bool) -> bool:
@@ -119,8 +124,9 @@ class GroupCoordinator:
         if self.world_size == 1:
             return opinion
         vote = torch.tensor(int(opinion), device=_groups.device)
-        dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.device_group)
-        return bool(vote.item())
+        with self._waiting("vote"):
+            dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.device_group)
+            return bool(vote.item())
 
     def isend(self, x: Tensor, target: int) -> dist.Work:
         """Begin to send the contiguous `x` to the group's `target`-th process. `x` may be written
@@ -145,15 +151,20 @@ class GroupCoordinator:
         group = self.device_group
         works = [dist.P2POp(dist.isend, x, self.ranks[rank], group) for x, rank in sends]
         works += [dist.P2POp(dist.irecv, x, self.ranks[rank], group) for x, rank in receives]
-        for work in dist.batch_isend_irecv(works) if works else ():
-            work.wait()
+        with self._waiting("exchange"):
+            for work in dist.batch_isend_irecv(works) if works else ():
+                work.wait()
 
     def barrier(self) -> None:
         """Wait until every process of the group is here."""
         if self.world_size > 1:
             index = _groups.device.index
             devices = None if index is None else [index]
-            dist.barrier(group=self.device_group, device_ids=devices)
+            with self._waiting("barrier"):
+                dist.barrier(group=self.device_group, device_ids=devices)
+
+    def _waiting(self, what: str) -> waiting_for:
+        return waiting_for(what, self.ranks)
 
 
 _SOLO = GroupCoordinator(ranks=(0,), rank_in_group=0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +24,19 @@ PREFILL = StepShape(40, 1, 1, False)
 TIMEOUT_S = 30.0
 
 
+def healthy() -> None:
+    """Nothing is known that ends a wait."""
+
+
+def connect(folder: str, rank: int, size: int, timeout_s: float) -> dict[int, socket.socket]:
+    return connect_replicas(folder, rank, size, timeout_s, healthy)
+
+
 def met(folder: Path, size: int, timeout_s: float = TIMEOUT_S) -> list[JointSteps]:
     with ThreadPoolExecutor(size) as pool:
-        links = list(pool.map(lambda i: connect_replicas(str(folder), i, size, 30.0), range(size)))
+        links = list(pool.map(lambda i: connect(str(folder), i, size, 30.0), range(size)))
     assert os.listdir(folder) == []
-    return [JointSteps(one, timeout_s) for one in links]
+    return [JointSteps(one, timeout_s, healthy) for one in links]
 
 
 @pytest.fixture
@@ -229,5 +238,5 @@ def test_the_least_number_of_all(tmp_path: Path) -> None:
 def test_replicas_that_do_not_start_are_named(tmp_path: Path) -> None:
     for rank, missing in ((0, "replicas 1, 2"), (2, "replicas 0, 1")):
         with pytest.raises(TimeoutError, match=f"{missing} did not start within 0.2 s"):
-            connect_replicas(str(tmp_path), rank, 3, 0.2)
+            connect(str(tmp_path), rank, 3, 0.2)
     assert os.listdir(tmp_path) == []

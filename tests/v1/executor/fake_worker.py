@@ -97,7 +97,9 @@ class FakeWorker:
 def config_of(output_rank: int = 0, kv_transfer_config: Any = None, **changes: Any) -> Any:
     """`changes`: what the workers do, see `FakeWorker`."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(world_size=2, output_rank=output_rank, nnodes=1),
+        parallel_config=SimpleNamespace(
+            world_size=2, output_rank=output_rank, nnodes=1, replicas_share_experts=False
+        ),
         load_config=SimpleNamespace(use_tqdm_on_load=True),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         decisions=decisions.DecisionLog(),

@@ -26,6 +26,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.start_method import start_method
 from vllm.v1.executor import node_link, stationed
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.node import NodeEndedError, NodeRefusedError, run_node
@@ -47,6 +48,8 @@ class Node:
         config.parallel_config.node_rank = node_rank
         for name, value in parallel.items():
             setattr(config.parallel_config, name, value)
+        # A forked process waits for ever for the threads that OpenMP had in this one.
+        assert start_method("node") == "fork"
         context = multiprocessing.get_context("fork")
         self._result, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_run, args=(config, theirs))

@@ -53,7 +53,8 @@ class _Worker:
 @pytest.fixture
 def executor(monkeypatch: pytest.MonkeyPatch) -> UniProcExecutor:
     monkeypatch.setattr(uniproc, "Worker", _Worker)
-    return UniProcExecutor(SimpleNamespace())  # type: ignore[arg-type]
+    alone = SimpleNamespace(replicas_share_experts=False)
+    return UniProcExecutor(SimpleNamespace(parallel_config=alone))  # type: ignore[arg-type]
 
 
 def test_a_step_is_launched_while_the_one_before_still_runs(executor: UniProcExecutor) -> None:

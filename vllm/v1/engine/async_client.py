@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.client_link import ClientLink
-from vllm.v1.engine.core_client import MPClient, start_replicas
+from vllm.v1.engine.core_client import DEATH_CHECK_S, MPClient, start_replicas
 from vllm.v1.engine.core_link import AttachedLink, CoreLink, RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
@@ -89,6 +89,8 @@ class AsyncClient(MPClient):
         calls = [asyncio.wrap_future(future) for future in self._call(method, args)]
         if len(calls) == 1:
             return await calls[0]
+        while (await asyncio.wait(calls, timeout=DEATH_CHECK_S))[1]:
+            self.require_life()
         answers = await asyncio.gather(*calls, return_exceptions=True)
         replicas, call = undo(method, answers)
         await asyncio.gather(*(asyncio.wrap_future(self.links[i].call(*call)) for i in replicas))

@@ -74,7 +74,9 @@ class EngineCore:
         self.joint: JointSteps | None = None
         try:
             if vllm_config.parallel_config.replicas_share_experts:
-                self.joint = meet_replicas(vllm_config, self.executor.step_timeout_s)
+                self.joint = meet_replicas(
+                    vllm_config, self.executor.step_timeout_s, self.executor.check_health
+                )
             memory = CoreMemory(vllm_config, self.executor)
             kv_cache_config = memory.allocate(self.joint)
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)

@@ -9,7 +9,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from itertools import chain
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -44,6 +44,8 @@ T = TypeVar("T")
 _TICK_S = 0.001
 #: longest wait for transfers after the last request
 _FLUSH_S = 10.0
+#: how often who waits for all replicas looks whether one is dead
+DEATH_CHECK_S = 0.5
 
 
 class EngineCoreClient(ABC):
@@ -206,6 +208,11 @@ class MPClient:
         """Set as soon as the death of one replica is known."""
         return next((link.dead for link in self.links if link.dead is not None), None)
 
+    def require_life(self) -> None:
+        """Raises the error of a replica that is dead: others may be stopped, and never answer."""
+        if (dead := self.dead) is not None:
+            raise dead
+
     def wait_ready(self) -> None:
         await_ready(self.links)
         adopt_starts(self._vllm_config, self.configs)
@@ -330,6 +337,8 @@ class SyncMPClient(MPClient, EngineCoreClient):
         futures = self._call(method, args)
         if len(futures) == 1:
             return futures[0].result()
+        while wait(futures, DEATH_CHECK_S).not_done:
+            self.require_life()
         answers = [future.exception() or future.result() for future in futures]
         replicas, call = undo(method, answers)
         for future in [self.links[i].call(*call) for i in replicas]:

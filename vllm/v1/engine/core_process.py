@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import envs
 from vllm.utils import startup_phases
+from vllm.utils.activity import is_stopped
 from vllm.v1.engine import spare_process
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.serial_utils import pickle_setup
@@ -79,8 +80,9 @@ class CoreProcess:
 
     def stop(self, timeout_s: float) -> None:
         """Wait for the process to end by itself, then terminate, then kill it."""
-        deadline = time.monotonic() + timeout_s
-        self.process.join(max(0.0, deadline - time.monotonic()))
+        if is_stopped(self.process.pid):  # which ends at nobody's word
+            self.process.kill()
+        self.process.join(max(0.0, timeout_s))
         if self.process.is_alive():
             self.process.terminate()
             self.process.join(_TERMINATE_S)

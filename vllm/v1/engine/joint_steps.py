@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import socket
 import struct
@@ -23,8 +24,9 @@ from typing import Any
 
 from vllm import decisions
 from vllm.config import VllmConfig
+from vllm.utils.waiting import waiting_for
 from vllm.v1.core.sched.step_shape import StepShape
-from vllm.v1.engine.replica_mesh import connect_replicas, names
+from vllm.v1.engine.replica_mesh import CHECK_S, connect_replicas, names
 
 #: number of the step, then the fields of a `StepShape`
 _OFFER = struct.Struct("<qqqq?q")
@@ -51,10 +53,14 @@ class ReplicaLostError(RuntimeError):
 
 class JointSteps:
     """`links`: sockets to the other cores, by rank, whole messages each; closed with this. A
-    replica that offers nothing for `timeout_s` while another one waits is an error."""
+    replica that offers nothing for `timeout_s` while another one waits is an error. While one is
+    waited for, `check` is called, which raises when waiting is of no use any more."""
 
-    def __init__(self, links: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(
+        self, links: Mapping[int, socket.socket], timeout_s: float, check: Callable[[], None]
+    ) -> None:
         self._links = dict(links)
+        self._check = check
         self._timeout_s = timeout_s
         self._closed = False
         self._step = 0
@@ -79,6 +85,9 @@ class JointSteps:
             self._send(rank, _NUMBER.pack(number))
         numbers = [number]
         for rank, link in self._links.items():
+            with waiting_for("the start of other replicas"):
+                while not select.select([link], [], [], CHECK_S)[0]:
+                    self._check()
             if not (message := _received(link)):
                 raise self._lost(rank)
             numbers += _NUMBER.unpack(message)
@@ -117,9 +126,9 @@ class JointSteps:
             self._send(rank, offer)
         with self._changed:
             offers = self._offers[self._step]
-            self._changed.wait_for(
+            self._wait_for(
                 lambda: len(offers) == len(self._links) or bool(self._gone - offers.keys()),
-                self._timeout_s,
+                "other replicas' offers of a step",
             )
             missing = sorted(self._links.keys() - offers.keys())
             if gone := self._gone.intersection(missing):
@@ -155,13 +164,13 @@ class JointSteps:
             self._send(rank, _ARRIVES)
         while absent := [rank for rank, count in self._arrived.items() if count < self._arrivals]:
             with self._changed:
-                self._changed.wait_for(
+                self._wait_for(
                     lambda: (
                         min(self._arrived.values()) == self._arrivals
                         or self.is_called
                         or bool(self._gone)
                     ),
-                    self._timeout_s,
+                    "other replicas to hear of a call",
                 )
             if self.is_called:
                 join()
@@ -169,6 +178,14 @@ class JointSteps:
                 raise self._lost(min(gone))
             elif min(self._arrived.values()) < self._arrivals:
                 raise TimeoutError(f"{names(absent)} did not come within {self._timeout_s:g} s")
+
+    def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Until it holds, or for as long as a step may take; `_changed` is held."""
+        deadline = time.monotonic() + self._timeout_s
+        with waiting_for(what):
+            while not condition() and (left_s := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, CHECK_S))
+                self._check()
 
     def _notify(self, _: Any) -> None:
         with self._changed:
@@ -278,7 +295,9 @@ class JointSteps:
         self._wake(self._lost(rank) if rank in self._lost_ranks else None)
 
 
-def meet_replicas(vllm_config: VllmConfig, timeout_s: float) -> JointSteps:
+def meet_replicas(
+    vllm_config: VllmConfig, timeout_s: float, check: Callable[[], None]
+) -> JointSteps:
     """Connect to the cores of the other replicas, whose workers have met by now."""
     parallel = vllm_config.parallel_config
     rank, size = parallel.data_parallel_rank, parallel.data_parallel_size
@@ -287,8 +306,10 @@ def meet_replicas(vllm_config: VllmConfig, timeout_s: float) -> JointSteps:
         "taken together",
         "--enable-expert-parallel: each replica has a part of the experts, and runs them for all",
     )
-    links = connect_replicas(parallel.meeting_directory, rank, size, parallel.hosts_timeout_s)
-    return JointSteps(links, timeout_s)
+    directory, longest_s = parallel.meeting_directory, parallel.hosts_timeout_s
+    with waiting_for("the start of other replicas"):
+        links = connect_replicas(directory, rank, size, longest_s, check)
+    return JointSteps(links, timeout_s, check)
 
 
 def _received(link: socket.socket) -> bytes:

@@ -5,22 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _RANK = struct.Struct("<q")
 _RETRY_S = 0.02
+#: how often who waits for another replica asks whether that is of use
+CHECK_S = 0.5
 
 
 def connect_replicas(
-    directory: str, rank: int, size: int, timeout_s: float
+    directory: str, rank: int, size: int, timeout_s: float, check: Callable[[], None]
 ) -> dict[int, socket.socket]:
     """By rank, a socket to the core of every other replica of `size`, which are connected by the
     same call with the same `directory`. Sockets keep messages apart, and end with their process.
 
-    Raises `TimeoutError`, which names the replicas that did not come within `timeout_s`.
+    Raises `TimeoutError`, which names the replicas that did not come within `timeout_s`, and what
+    `check` raises, which is called while they are waited for.
     """
     deadline = time.monotonic() + timeout_s
     links: dict[int, socket.socket] = {}
@@ -30,10 +34,13 @@ def connect_replicas(
         listener.bind(path)
         listener.listen(size)
         for other in range(rank):
-            links[other] = _connect(_path(directory, other), deadline)
+            links[other] = _connect(_path(directory, other), deadline, check)
             links[other].send(_RANK.pack(rank))
         while len(links) < size - 1:
-            _limit(listener, deadline)
+            while not select.select([listener], [], [], CHECK_S)[0]:
+                check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError
             link, _ = listener.accept()
             _limit(link, deadline)
             links[_RANK.unpack(link.recv(_RANK.size))[0]] = link
@@ -67,7 +74,7 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def _connect(path: str, deadline: float) -> socket.socket:
+def _connect(path: str, deadline: float, check: Callable[[], None]) -> socket.socket:
     """To a listener that may come later."""
     while True:
         link = _new_socket()
@@ -78,6 +85,7 @@ def _connect(path: str, deadline: float) -> socket.socket:
             link.close()
             if time.monotonic() > deadline:
                 raise TimeoutError from None
+            check()
             time.sleep(_RETRY_S)
 
 

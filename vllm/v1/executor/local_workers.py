@@ -15,9 +15,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import psutil
-
 from vllm import decisions
+from vllm.utils.activity import Activity, is_stopped
 from vllm.utils.start_method import start_method
 from vllm.v1.executor.broadcast import Sender
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
@@ -41,12 +40,6 @@ class _Process:
         how = signal.Signals(-code).name if code < 0 else f"exit code {self.process.exitcode}"
         return WorkerDiedError(f"the worker of rank {self.rank} died ({how})", code < 0)
 
-    def is_stopped(self) -> bool:
-        """Whether the process does not run, and has not ended."""
-        with contextlib.suppress(psutil.Error):
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        return False
-
 
 class LocalWorkers(Station):
     """Starts a process for each of `ranks`.
@@ -68,6 +61,7 @@ class LocalWorkers(Station):
         context = get_context(method)
         self.sender = Sender(context, len(ranks))
         self._processes: list[_Process] = []
+        self._activities: dict[int, Activity] = {}
         try:
             self._start(context, plan, interface, connections)
         except BaseException:
@@ -96,7 +90,9 @@ class LocalWorkers(Station):
                 target=run_worker, args=(setup, receiver, theirs), name=f"vllm-worker-{rank}"
             )
             process.start()
+            assert process.pid is not None
             self._processes.append(_Process(rank, process, ours))
+            self._activities[rank] = Activity(process.pid)
         for receiver, (_, theirs) in zip(receivers, pipes, strict=True):
             receiver.close()
             theirs.close()
@@ -116,8 +112,11 @@ class LocalWorkers(Station):
             raise one.death() from None
 
     def slow_ranks(self) -> list[int]:
-        stopped = [one.rank for one in self._processes if one.is_stopped()]
+        stopped = [one.rank for one in self._processes if is_stopped(one.process.pid)]
         return stopped or [self.ranks[index] for index in self.sender.slowest_receivers()]
+
+    def sees_work(self, rank: int) -> bool | None:
+        return self._activities[rank].is_seen()
 
     @property
     def has_ended(self) -> bool:

@@ -67,6 +67,9 @@ class RemoteWorkers(Station):
     def slow_ranks(self) -> list[int]:
         return []
 
+    def sees_work(self, rank: int) -> bool | None:
+        return None
+
     def begin_end(self, reason: str | None) -> None:
         with contextlib.suppress(OSError):
             self.say(Tag.END.of_json(reason=reason))

@@ -51,6 +51,11 @@ class Station(ABC):
         """Workers that do not go on, as far as that can be seen."""
 
     @abstractmethod
+    def sees_work(self, rank: int) -> bool | None:
+        """Whether a worker has done something since the last question, as far as that can be seen
+        without its help; None where nothing can be seen."""
+
+    @abstractmethod
     def begin_end(self, reason: str | None) -> None:
         """Tell the workers to stop, because of a failure if there is a `reason`. Does not wait."""
 

@@ -3,7 +3,8 @@
 
 Every message goes to all workers at once. Results of a step come from the first rank of the last
 pipeline stage, or from all ranks if a connector reports something on each. One thread takes the
-answers and sees the ends of workers: the end of one ends all of them.
+answers and sees the ends of workers: the end of one ends all of them. So does a hang, see
+`hang_watch`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor, overdue_message
+from vllm.v1.executor.hang_watch import HangWatch
+from vllm.v1.executor.pulse import Beat, Pulse
+from vllm.v1.executor.replica_reports import reports_of
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 from vllm.v1.executor.worker_process import Answer, Kind, WorkerPlan
 from vllm.v1.outputs import ModelRunnerOutput
@@ -74,6 +78,11 @@ class StationedExecutor(Executor):
         self._step_ranks = range(0)
         self._open: list[deque[Question]] = [deque() for _ in self._ranks]
         self._collector = threading.Thread(target=self._collect, name="collect", daemon=True)
+        self._watch = HangWatch(
+            self._ranks, self._allowed_s, self._sees_work, self._fail, reports_of(parallel)
+        )
+        #: of the engine core's thread, which may wait for other replicas
+        self._pulse: Pulse | None = None
         try:
             self._start()
         except BaseException:
@@ -93,6 +102,9 @@ class StationedExecutor(Executor):
         for questions in self._open:
             questions.append(loaded)
         self._collector.start()
+        self._watch.start()
+        if self.vllm_config.parallel_config.replicas_share_experts:
+            self._pulse = Pulse(self._watch.take_core, alone=True)
         loaded.future.result()
         self._is_loaded = True
 
@@ -126,7 +138,7 @@ class StationedExecutor(Executor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        question = Question(self._ranks)
+        question = Question(self._ranks, patience_s=timeout or 0.0)
         self._ask(Kind.CALL, cloudpickle.dumps((method, args, kwargs or {})), question)
         results: list[Any] = question.future.result(timeout)
         return results
@@ -174,7 +186,10 @@ class StationedExecutor(Executor):
 
     def _take_all(self, station: Station, source: Source) -> None:
         for rank, message in station.take(source):
-            answer: Answer = pickle.loads(message)
+            answer: Answer | Beat = pickle.loads(message)
+            if isinstance(answer, Beat):
+                self._watch.take(rank, answer)
+                continue
             self.vllm_config.decisions.adopt(answer.decisions)
             startup_phases.adopt(answer.phases)
             if not answer.is_fatal:
@@ -185,6 +200,22 @@ class StationedExecutor(Executor):
                 assert answer.error is not None
                 patience_s = self._blame_s(answer.error)
                 self._blamed = answer.error, time.monotonic() + patience_s
+
+    # ---- hangs (watching thread) ---------------------------------------------------------------
+
+    def _allowed_s(self) -> float | None:
+        """The longest time that any open question may take; None without one."""
+        longest_s: float | None = None
+        for questions in self._open:
+            with contextlib.suppress(IndexError):  # answered just now
+                longest_s = max(longest_s or 0.0, questions[0].patience_s)
+        return longest_s
+
+    def _sees_work(self, rank: int) -> bool | None:
+        station = next(one for one in self._stations if rank in one.ranks)
+        return station.sees_work(rank)
+
+    # ---- the ends of workers -------------------------------------------------------------------
 
     def _blame_s(self, error: Exception) -> float:
         """A worker that is killed takes the collectives of the others with it; what a user can
@@ -202,7 +233,8 @@ class StationedExecutor(Executor):
         slow = [rank for station in self._stations for rank in station.slow_ranks()]
         ranks = ", ".join(map(str, slow))
         who = f"the worker of rank {ranks} does not go on: " if slow else ""
-        self._fail(TimeoutError(who + overdue_message(self.step_timeout_s)))
+        what = f"{who}{overdue_message(self.step_timeout_s)}; {self._watch.places()}"
+        self._fail(TimeoutError(what))
         assert self._failure is not None, "who waits for a step has not shut the executor down"
         return self._failure
 
@@ -242,6 +274,9 @@ class StationedExecutor(Executor):
             return
         self._closed = True
         atexit.unregister(self.shutdown)
+        self._watch.stop()
+        if self._pulse is not None:
+            self._pulse.stop()
         if self._failure is None:
             if self._is_loaded:
                 self._end_workers(STOP_S)
@@ -262,11 +297,18 @@ class StationedExecutor(Executor):
 class Question:
     """A message to all workers, and the answers of those that give one.
 
-    `combine` makes the future's result of their values, in rank order.
+    `combine` makes the future's result of their values, in rank order; `patience_s`: how
+    long whoever asks has said that it may take.
     """
 
-    def __init__(self, ranks: range, combine: Callable[[list[Any]], Any] = list) -> None:
+    def __init__(
+        self,
+        ranks: range,
+        combine: Callable[[list[Any]], Any] = list,
+        patience_s: float = 0.0,
+    ) -> None:
         self.ranks = ranks
+        self.patience_s = patience_s
         self.future: Future[Any] = Future()
         self._combine = combine
         self._answers: dict[int, Answer] = {}

@@ -4,7 +4,8 @@
 Messages arrive by broadcast, as pickled `(Kind, content)`: `STEP` a scheduler output, `MASKS` the
 token masks of the oldest step that waits for them, `CALL` a cloudpickled `(method, args, kwargs)`
 for `Worker.call`, `STOP` nothing. Answers leave through a pipe in the order of their messages:
-one for each call, and one for each step if this worker answers steps or the step failed.
+one for each call, and one for each step if this worker answers steps or the step failed. Between
+them, a pickled `Beat` every second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.parent_watch import ParentWatch
 from vllm.utils.phase_ledger import PhaseEvent
+from vllm.utils.waiting import waiting_for
+from vllm.v1.executor.pulse import NEXT_MESSAGE, Beat, Pulse
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.serial_utils import pickle_setup, unpickle_setup
 from vllm.v1.structured_output.mask_words import FilledMasks
@@ -133,16 +136,18 @@ class Inbox:
 
     def next_work(self) -> tuple[Kind, Any]:
         """The next step, call or stop; EOFError when the sender is gone."""
-        while not self._work:
-            self._take()
+        with waiting_for(NEXT_MESSAGE):
+            while not self._work:
+                self._take()
         return self._work.popleft()
 
     def receive_masks(self) -> FilledMasks:
         """See `vllm.v1.structured_output.masks.ReceiveMasks`."""
-        while not self._masks:
-            if self._work and self._work[-1][0] is Kind.STOP:
-                raise CancelledError("the step's masks are not coming: the engine stops")
-            self._take()
+        with waiting_for(NEXT_MESSAGE):
+            while not self._masks:
+                if self._work and self._work[-1][0] is Kind.STOP:
+                    raise CancelledError("the step's masks are not coming: the engine stops")
+                self._take()
         return self._masks.popleft()
 
     def _take(self) -> None:
@@ -159,6 +164,7 @@ class Outbox:
 
     def __init__(self, connection: TakesAnswers) -> None:
         self._connection = connection
+        self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="answers", daemon=True)
         self._thread.start()
@@ -166,8 +172,12 @@ class Outbox:
     def put(self, answer: Answer) -> None:
         self._answers.put(answer)
 
+    def send_beat(self, beat: Beat) -> None:
+        """At once, also while an answer waits for the device. OSError when the executor is gone."""
+        self._send(pickle.dumps(beat, pickle.HIGHEST_PROTOCOL))
+
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent. No beat may be sent any more."""
         self._answers.put(None)
         self._thread.join()
         self._connection.close()
@@ -175,9 +185,13 @@ class Outbox:
     def _send_all(self) -> None:
         while (answer := self._answers.get()) is not None:
             try:
-                self._connection.send_bytes(_pickled(answer))
+                self._send(_pickled(answer))
             except OSError:
                 return  # The executor is gone, which the main thread notices as well.
+
+    def _send(self, message: bytes) -> None:
+        with self._sending:
+            self._connection.send_bytes(message)
 
 
 class Records:
@@ -227,6 +241,7 @@ def run_worker(setup: WorkerSetup, receiver: Receives, answers: TakesAnswers) ->
     startup_phases.take_events()
     plan = setup.plan
     inbox, outbox = Inbox(receiver, setup.rank >= plan.output_rank), Outbox(answers)
+    pulse = Pulse(outbox.send_beat)
     worker: Worker | None = None
     try:
         config: VllmConfig = unpickle_setup(plan.config)
@@ -244,6 +259,7 @@ def run_worker(setup: WorkerSetup, receiver: Receives, answers: TakesAnswers) ->
     finally:
         if worker is not None:
             worker.shutdown()
+        pulse.stop()
         outbox.close()
 
 

@@ -28,10 +28,13 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.models.decoder import CAPTURED, STREAM
 from vllm.sequence import IntermediateTensors
+from vllm.utils.waiting import waiting_for
 from vllm.v1.worker.input_batch import StepOrder
 
 #: messages with a step's streams that a stage may be ahead of the next one
 _BUFFERS = 3
+#: what a stage waits for
+_TAKEN, _SENT = "another stage to take a message", "a message of another stage"
 
 #: `(sample_requests [n, 4], sampled [n])`: see `AcceptProblem`
 Accept = Callable[[Tensor, Tensor], object]
@@ -59,8 +62,9 @@ class _Outbox:
         """`x [n, ...]` to every target."""
         slot = self._ring[0]
         self._ring.rotate(-1)
-        for work in slot.works:
-            work.wait()
+        with waiting_for(_TAKEN):
+            for work in slot.works:
+                work.wait()
         message = slot.buffer[: len(x)]
         message.copy_(x)
         slot.works = [self._group.isend(message, target) for target in self._targets]
@@ -78,7 +82,8 @@ class _Incoming:
     def wait(self) -> Tensor:
         """The message, in the order of this stream."""
         assert self.work is not None, "nothing was posted"
-        self.work.wait()
+        with waiting_for(_SENT):
+            self.work.wait()
         return self.message
 
     def release(self) -> None:

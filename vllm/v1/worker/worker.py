@@ -40,6 +40,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.startup_phases import startup_phase
+from vllm.utils.waiting import waiting_for
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -114,7 +115,8 @@ class Worker(WorkerPlacements):
             self._log_compilations()
         with self.at_work():
             self._share_threads()
-            self._join_world()
+            with waiting_for("meeting", range(self.parallel_config.joint_world_size)):
+                self._join_world()
             torch.manual_seed(self.model_config.seed)
             self.model_runner = ModelRunner(self.vllm_config, self.device, self._receive_masks)
             self.sleeper = Sleeper(self.model_runner)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas that share experts, one of which does not come to what all do together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from tests.v1.executor.fake_worker import gone
+from vllm import LLM
+from vllm.distributed.parallel_state import get_world_group
+from vllm.v1.engine.joint_steps import JointSteps
+from vllm.v1.executor import hang_watch
+from vllm.v1.worker.worker import Worker
+
+pytestmark = [
+    pytest.mark.usefixtures("forking"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
+]
+
+#: instead of 20 s
+LIMIT_S = 4.0
+#: from the wait to the end of all processes
+END_S = 30.0
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    started: list[LLM] = []
+
+    def make(tensor_parallel_size: int = 1) -> LLM:
+        started.append(
+            LLM(
+                str(tiny_model("qwen3_5_moe")),
+                dtype="float32",
+                max_model_len=512,
+                max_num_seqs=4,
+                max_num_batched_tokens=64,
+                kv_cache_memory_bytes=16 * 2**20,
+                data_parallel_size=2,
+                tensor_parallel_size=tensor_parallel_size,
+                enable_expert_parallel=True,
+            )
+        )
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.llm_engine.engine_core.shutdown()
+
+
+def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
+    group = get_world_group()
+    if group.is_last_rank and late is not None:
+        late()
+    group.barrier()
+    return os.getpid()
+
+
+def lie_down() -> None:
+    """At once: a signal to the process is for its main thread, and this one would go on a while."""
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+
+def sleep_long() -> None:
+    time.sleep(600)
+
+
+def compute_long() -> None:
+    end = time.monotonic() + 3 * LIMIT_S
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.mark.parametrize(("late", "ranks"), [(lie_down, 1), (sleep_long, 1), (sleep_long, 2)])
+def test_a_worker_of_one_replica_that_does_not_come(start: Any, late: Any, ranks: int) -> None:
+    before = set(children())
+    llm = start(ranks)
+    own = set(children()) - before
+    assert len(set(llm.collective_rpc(meet))) == 2 * ranks
+    began = time.monotonic()
+    with pytest.raises(Exception, match="go(es)? on, for 4 s: .*waits for barrier of ranks 0, 1"):
+        llm.collective_rpc(meet, args=(late,))
+    llm.llm_engine.engine_core.shutdown()
+    assert gone(list(own)) and time.monotonic() - began < END_S
+
+
+def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) -> None:
+    """Only the front end waits for its answer."""
+    before = set(children())
+    llm = start()
+    own = set(children()) - before
+
+    def stop(worker: Worker) -> None:
+        if get_world_group().is_last_rank:
+            lie_down()
+
+    began = time.monotonic()
+    with pytest.raises(Exception, match="replica 1 does not go on, for 4 s: replica 0: "):
+        llm.collective_rpc(stop)
+    llm.llm_engine.engine_core.shutdown()
+    assert gone(list(own)) and time.monotonic() - began < END_S
+
+
+def test_a_worker_of_one_replica_that_is_slow(start: Any) -> None:
+    llm = start()
+    assert len(set(llm.collective_rpc(meet, args=(compute_long,)))) == 2
+
+
+@pytest.mark.parametrize("late", [sleep_long, lie_down])
+@pytest.mark.parametrize("place", [(Worker, "_share_threads"), (JointSteps, "least")])
+def test_a_replica_that_does_not_come_to_the_start(
+    start: Any, late: Any, place: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where the ranks meet nor where cores agree on their memory."""
+    kind, name = place
+    method = getattr(kind, name)
+
+    def late_method(self: Any, *args: Any) -> Any:
+        rank = self.parallel_config.data_parallel_rank if kind is Worker else 1 - min(self._links)
+        if rank == 1:
+            late()
+        return method(self, *args)
+
+    monkeypatch.setattr(kind, name, late_method)
+    before, began = set(children()), time.monotonic()
+    with pytest.raises(RuntimeError, match="go(es)? on, for 4 s: .* waits for "):
+        start()
+    assert gone(list(set(children()) - before)) and time.monotonic() - began < END_S
