@@ -6,166 +6,19 @@ outside an engine is an unsharded layer.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums, connect_peers
+from vllm.distributed.device_communicators.peer_sums import connect_peers
+from vllm.distributed.device_communicators.pushed_sums import LargestSum
+from vllm.distributed.group_coordinator import PROCESS, GroupCoordinator
 from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
-from vllm.utils.waiting import waiting_for
-
-
-@dataclass(frozen=True)
-class GroupCoordinator:
-    """Processes that share collectives: global `ranks`, this process's `rank_in_group`.
-
-    `device_group` is torch's handle, None for a group of one; `peer_sums`: see `share_memory`.
-    """
-
-    ranks: tuple[int, ...]
-    rank_in_group: int
-    device_group: dist.ProcessGroup | None = field(default=None, compare=False)
-    peer_sums: PeerSums | None = field(default=None, compare=False)
-
-    @property
-    def world_size(self) -> int:
-        return len(self.ranks)
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return self.ranks[self.rank_in_group]
-
-    @property
-    def is_first_rank(self) -> bool:
-        return self.rank_in_group == 0
-
-    @property
-    def is_last_rank(self) -> bool:
-        return self.rank_in_group == self.world_size - 1
-
-    def all_reduce(self, x: Tensor, in_place: bool = False) -> Tensor:
-        """The sum over the group; `x` itself when the group is one process. With `in_place` the
-        sum may be in `x`.
-
-        On a CPU more than two are added in rank order, so that an element's bits do not depend on
-        what else the tensor holds: the library's order follows its size. On GPUs small sums have
-        that order, too, where ranks share memory; else it is NCCL's, the same on all ranks; two
-        have only one.
-        """
-        if self.world_size == 1 or _groups.communicates_not:
-            return x
-        if self.peer_sums is not None and self.peer_sums.takes(x):
-            return self.peer_sums.sum(x)
-        if self.world_size == 2 or x.device.type != "cpu":
-            reuse = in_place and x.is_contiguous()
-            total = x if reuse else x.clone(memory_format=torch.contiguous_format)
-            with self._waiting("all-reduce"):
-                dist.all_reduce(total, group=self.device_group)
-            return total
-        first, *others = self._gathered(x)
-        for other in others:
-            first += other
-        return first
-
-    def part_before_norm(self, x: Tensor, residual: Tensor) -> PeerPart | None:
-        """`x` as this rank's part of a branch of the residual stream, which the norm after it adds
-        up; None where `all_reduce` has to come first."""
-        peers = None if _groups.communicates_not else self.peer_sums
-        return PeerPart(x, peers) if peers is not None and peers.takes_norm(x, residual) else None
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The group's tensors concatenated along `dim` in rank order."""
-        if self.world_size == 1:
-            return x
-        if dim == 0 and not _groups.communicates_not:
-            whole = x.new_empty(self.world_size * len(x), *x.shape[1:])
-            with self._waiting("all-gather"):
-                dist.all_gather_into_tensor(whole, x.contiguous(), group=self.device_group)
-            return whole
-        return torch.cat(self._gathered(x), dim=dim)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Of the sum over the group of `x [ranks * rows, ...]`, this rank's `[rows, ...]`.
-
-        Each rank sends the others their parts, which are added in rank order in fp32 (or what is
-        wider) and rounded once: an element's bits do not depend on what else `x` holds.
-        """
-        if self.world_size == 1:
-            return x
-        if _groups.communicates_not:
-            return x[: len(x) // self.world_size]
-        parts = torch.empty_like(x, memory_format=torch.contiguous_format)
-        with self._waiting("reduce-scatter"):
-            dist.all_to_all_single(parts, x.contiguous(), group=self.device_group)
-        first, *others = parts.chunk(self.world_size)
-        total = first.to(torch.promote_types(x.dtype, torch.float32))
-        for other in others:
-            total = total + other
-        return total.to(x.dtype)
-
-    def _gathered(self, x: Tensor) -> list[Tensor]:
-        if _groups.communicates_not:
-            return [x] * self.world_size
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in self.ranks]
-        with self._waiting("all-gather"):
-            dist.all_gather(parts, x.contiguous(), group=self.device_group)
-        return parts
-
-    def all_agree(self, opinion: bool) -> bool:
-        """Whether every process of the group says so. Waits for the others and the device, so no
-        step may ask."""
-        if self.world_size == 1:
-            return opinion
-        vote = torch.tensor(int(opinion), device=_groups.device)
-        with self._waiting("vote"):
-            dist.all_reduce(vote, dist.ReduceOp.MIN, group=self.device_group)
-            return bool(vote.item())
-
-    def isend(self, x: Tensor, target: int) -> dist.Work:
-        """Begin to send the contiguous `x` to the group's `target`-th process. `x` may be written
-        once `wait()` of the result has returned or, on a GPU, on the stream that called it."""
-        work = dist.isend(x, self.ranks[target], group=self.device_group)
-        assert work is not None, "this process is in the group"
-        return work
-
-    def irecv(self, x: Tensor, source: int) -> dist.Work:
-        """Begin to receive the contiguous `x` from the group's `source`-th process. It is there
-        once `wait()` of the result has returned or, on a GPU, on the stream that called it."""
-        work = dist.irecv(x, self.ranks[source], group=self.device_group)
-        assert work is not None, "this process is in the group"
-        return work
-
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> None:
-        """Send contiguous tensors to the group's processes and fill others from them, all at once;
-        what two processes send each other arrives in the order in which it is sent. When this has
-        returned, or on a GPU on the stream that called it, all is there."""
-        group = self.device_group
-        works = [dist.P2POp(dist.isend, x, self.ranks[rank], group) for x, rank in sends]
-        works += [dist.P2POp(dist.irecv, x, self.ranks[rank], group) for x, rank in receives]
-        with self._waiting("exchange"):
-            for work in dist.batch_isend_irecv(works) if works else ():
-                work.wait()
-
-    def barrier(self) -> None:
-        """Wait until every process of the group is here."""
-        if self.world_size > 1:
-            index = _groups.device.index
-            devices = None if index is None else [index]
-            with self._waiting("barrier"):
-                dist.barrier(group=self.device_group, device_ids=devices)
-
-    def _waiting(self, what: str) -> waiting_for:
-        return waiting_for(what, self.ranks)
-
 
 _SOLO = GroupCoordinator(ranks=(0,), rank_in_group=0)
 
@@ -179,10 +32,6 @@ class _Groups:
     dp: GroupCoordinator = _SOLO
     #: of the world, of tensor-parallel groups and of pipelines, once there are groups inside
     sizes: tuple[int, int, int] | None = None
-    #: where this process's collectives run
-    device: torch.device = torch.device("cpu")
-    #: see `without_communication`
-    communicates_not: bool = False
 
 
 _groups = _Groups()
@@ -210,8 +59,8 @@ def init_distributed_environment(
         _groups.world = _SOLO
         return
     if backend == "nccl":
-        _groups.device = torch.device("cuda", rank if local_rank < 0 else local_rank)
-        torch.cuda.set_device(_groups.device)
+        PROCESS.device = torch.device("cuda", rank if local_rank < 0 else local_rank)
+        torch.cuda.set_device(PROCESS.device)
     if not dist.is_initialized():
         store = store_of(distributed_init_method, timeout_s)
         dist.init_process_group(
@@ -257,22 +106,21 @@ def initialize_model_parallel(
     _groups.sizes = sizes
 
 
-def share_memory(timeout_s: int | None = None) -> None:
-    """Let small sums of the tensor-parallel group travel through memory that its GPUs share, if
-    they can. `timeout_s`: longest wait of such a sum, NCCL's own for None. All ranks of the group
-    call this, before any graph is captured."""
+def share_memory(timeout_s: int | None = None, largest: LargestSum | None = None) -> None:
+    """Let small sums of the tensor-parallel group, and those of products up to `largest`, travel
+    through memory that its GPUs share, if they can. `timeout_s`: longest wait of such a sum, NCCL's
+    own for None. All ranks of the group call this, before any graph is captured."""
     group = _groups.tp
-    if _groups.device.type != "cuda" or group.device_group is None or group.peer_sums is not None:
+    if PROCESS.device.type != "cuda" or group.device_group is None or group.peer_sums is not None:
         return
-    peers = connect_peers(
-        group.rank_in_group, group.world_size, group.device_group, _groups.device, timeout_s
-    )
+    rank, ranks, handle = group.rank_in_group, group.world_size, group.device_group
+    peers = connect_peers(rank, ranks, handle, PROCESS.device, timeout_s, largest)
     _groups.tp = replace(group, peer_sums=peers)
 
 
 def _bound_device() -> torch.device | None:
     """What groups with collectives are bound to: this process's GPU, if that is where they run."""
-    return _groups.device if _groups.device.type == "cuda" else None
+    return PROCESS.device if PROCESS.device.type == "cuda" else None
 
 
 def _own_group(
@@ -304,11 +152,11 @@ def _process_group(
 def without_communication() -> Iterator[None]:
     """Inside the block collectives give tensors of the right shapes without communicating, for runs
     that not every rank makes and whose results are dropped."""
-    _groups.communicates_not = True
+    PROCESS.communicates_not = True
     try:
         yield
     finally:
-        _groups.communicates_not = False
+        PROCESS.communicates_not = False
 
 
 @contextmanager
@@ -362,7 +210,7 @@ def destroy_distributed_environment() -> None:
     handles = {group.device_group for group in (_groups.world, *inner)}
     destroy_model_parallel()
     _groups.world = _SOLO
-    _groups.device = torch.device("cpu")
+    PROCESS.device = torch.device("cpu")
     if dist.is_available() and dist.is_initialized():
         # NCCL's groups, shut down, must not be deleted: their destructor holds Python's lock and
         # waits for threads that want it (torch 2.11).

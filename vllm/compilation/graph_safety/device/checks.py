@@ -113,8 +113,8 @@ def check_devices(
 
 @contextmanager
 def built_runner(vllm_config: VllmConfig, device: torch.device) -> Iterator[ModelRunner]:
-    """The runner of a worker of the configuration's rank with its model, whose kernels were compiled
-    on all cores; it is dropped after the block, however that ends."""
+    """The runner of a worker of the configuration's rank with its model, whose kernels were
+    compiled on all cores; it is dropped after the block, however that ends."""
     worker = Worker(vllm_config, device.index, vllm_config.parallel_config.rank)
     with torch.no_grad():
         worker.init_device()
