@@ -80,6 +80,7 @@ ELSEWHERE = {
     "make ": "the steps of CI; its targets are checked below",
     "export ": "sets a variable of the commands after it",
     "vllm bench scaling benchmarks/qwen3_5_27b": "needs several GPUs of 80 GB",
+    "vllm bench scaling benchmarks/qwen3_5_35b_a3b": "needs several GPUs of 80 GB",
     "curl ": "tests/e2e/test_documented_server.py",
     "python -m benchmarks.token_source": "runs until it is stopped; tests/e2e/test_client_storm.py",
     "vllm graph-check benchmarks/qwen3_5_4b": "half a minute; a small model is below",

@@ -223,17 +223,18 @@ class PushedPart:
 
     def __init__(self, memory: PushMemory, out: Tensor, count: int, parts: list[Tensor]) -> None:
         self._memory, self._count, self._parts = memory, count, parts
-        self._out: Tensor | None = out
-        self._own: Tensor | None = None
-        self._was_read = False
+        self._out = out
+        #: the sum where nothing overwrites it, if anybody needs it there
+        self._kept: list[Tensor] = []
+        self._was_read = self._is_gone = False
 
     def sum(self) -> Tensor:
-        if self._own is None:
-            self._own = self._arrived().clone()
-        return self._own
+        if not self._kept:
+            self._kept.append(self._arrived().clone())
+        return self._kept[0]
 
     def sum_add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        branch = self._arrived() if self._own is None else self._own
+        branch = self._kept[0] if self._kept else self._arrived()
         self._was_read = True
         return current_platform.kernels.fused_add_rms_norm(
             branch, residual, norm.weight, norm.eps, one_plus=norm.one_plus
@@ -243,12 +244,12 @@ class PushedPart:
         """For the next sum: keep what nobody has read yet."""
         if not self._was_read:
             self.sum()
-        self._out = None
+        self._is_gone = True
 
     def _arrived(self) -> Tensor:
         """The sum, on the current stream, once all ranks' rows are here, and so all that was pushed
         has been read."""
-        if self._out is None:
+        if self._is_gone:
             raise RuntimeError("a branch is read for a second time after the next one has begun")
         if self._parts:
             for piece in range(PIECES):
@@ -266,18 +267,19 @@ class PushedPair:
     ) -> None:
         self._memory, self._lanes, self._count = memory, lanes, count
         self._others, self._parts = others, parts
-        self._own: Tensor | None = None
+        #: the sum, if anybody needs it by itself
+        self._kept: list[Tensor] = []
         self._was_read = False
 
     def sum(self) -> Tensor:
-        if self._own is None:
+        if not self._kept:
             # Two numbers have one sum, in whatever order.
-            self._own = torch.cat([part + other for _, part, other in self._arriving()])
+            self._kept.append(torch.cat([part + other for _, part, other in self._arriving()]))
             self._end()
-        return self._own
+        return self._kept[0]
 
     def sum_add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        if self._own is not None or not takes_pair(residual):
+        if self._kept or not takes_pair(residual):
             return current_platform.kernels.fused_add_rms_norm(
                 self.sum(), residual, norm.weight, norm.eps, one_plus=norm.one_plus
             )
