@@ -117,6 +117,8 @@ def test_answers_of_all_replicas_as_one() -> None:
     with pytest.raises(VLLMValidationError, match="bad level"):
         combined("sleep", ranks, wrong)
     with pytest.raises(EngineGenerateError, match="replica 1: full; the others have done it"):
+        combined("collective_rpc", ranks, [[1], RuntimeError("full")])
+    with pytest.raises(EngineGenerateError, match="on replica 1: full$"):  # and is taken back
         combined("change_placement", ranks, [changes[0], RuntimeError("full")])
     with pytest.raises(EngineDeadError):
         combined("sleep", ranks, [RuntimeError("x"), EngineDeadError("gone")])

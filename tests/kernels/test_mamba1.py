@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.kernels.cases import error_ratio, ragged, randn, strided, widen
 from tests.kernels.drafts import DraftedDecoder, difference, shift_a_count
 from tests.kernels.test_mamba2 import kernels as kernels
-from tests.kernels.test_mamba2 import pool, rounding
+from tests.kernels.test_mamba2 import pool
 from tests.nightly import nightly
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels
@@ -195,6 +195,11 @@ class Decoder(DraftedDecoder):
 
     def log_rates(self) -> list[Tensor]:
         return [self.gates.A_log]
+
+
+def rounding(kernels: Kernels) -> float:
+    """Torch adds up several tokens in another order than one; Triton's kernels never do."""
+    return 0.0 if isinstance(kernels, CudaKernels) else 1e-6
 
 
 @pytest.mark.parametrize("width", [2, 8, *nightly(4)])

@@ -15,39 +15,39 @@ _decode = _ops.gdn_decode.default
 _BETA_SCALE = 1.0
 
 
-def kda_prefill(p: KdaPrefill) -> None:
+def kda_prefill(problem: KdaPrefill) -> None:
     """See `naive.kda_prefill`; token by token, so the chunks are not needed here."""
     _prefill(
-        p.qkv,
-        p.gates.a,
-        p.gates.b,
-        p.gates.A_log,
-        p.gates.dt_bias.flatten(),
-        p.state,
-        p.state_indices,
-        p.has_initial_state,
-        p.query_start_loc,
-        *p.heads,
-        p.out,
+        problem.qkv,
+        problem.gates.a,
+        problem.gates.b,
+        problem.gates.A_log,
+        problem.gates.dt_bias.flatten(),
+        problem.state,
+        problem.state_indices,
+        problem.has_initial_state,
+        problem.query_start_loc,
+        *problem.heads,
+        problem.out,
         _BETA_SCALE,
     )
 
 
-def kda_decode(p: KdaDecode) -> None:
+def kda_decode(problem: KdaDecode) -> None:
     """See `naive.kda_decode`."""
     _decode(
-        p.qkv,
-        p.gates.a,
-        p.gates.b,
-        p.gates.A_log,
-        p.gates.dt_bias.flatten(),
-        p.conv_weight,
+        problem.qkv,
+        problem.gates.a,
+        problem.gates.b,
+        problem.gates.A_log,
+        problem.gates.dt_bias.flatten(),
+        problem.conv_weight,
         None,
-        p.conv_state,
-        p.state,
-        p.state_indices,
-        *p.heads,
-        p.out,
+        problem.conv_state,
+        problem.state,
+        problem.state_indices,
+        *problem.heads,
+        problem.out,
         _BETA_SCALE,
-        *journal_fields(p.journal),
+        *journal_fields(problem.journal),
     )

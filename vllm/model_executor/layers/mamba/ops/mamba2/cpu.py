@@ -16,15 +16,15 @@ _prefill = _ops.mamba2_prefill.default
 _decode = _ops.mamba2_decode.default
 
 
-def mamba2_prefill(p: Mamba2Prefill) -> None:
+def mamba2_prefill(problem: Mamba2Prefill) -> None:
     """See `naive.mamba2_prefill`."""
-    _prefill(*_common(p), p.has_initial_state, p.query_start_loc)
+    _prefill(*_common(problem), problem.has_initial_state, problem.query_start_loc)
 
 
-def mamba2_decode(p: Mamba2Decode) -> None:
+def mamba2_decode(problem: Mamba2Decode) -> None:
     """See `naive.mamba2_decode`."""
-    convolution = (p.conv_weight, p.conv_bias, p.conv_state)
-    _decode(*_common(p), *convolution, *journal_fields(p.journal))
+    convolution = (problem.conv_weight, problem.conv_bias, problem.conv_state)
+    _decode(*_common(problem), *convolution, *journal_fields(problem.journal))
 
 
 def _common(p: Mamba2Prefill | Mamba2Decode) -> tuple[Tensor | float, ...]:
