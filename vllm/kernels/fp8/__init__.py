@@ -6,9 +6,7 @@ Activations become e4m3 with a scale of their own: one per token, or one per tok
 scales. The functions here are plain torch: the reference, and the CPU's implementation.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,9 +27,6 @@ class Fp8Rows:
     values: Tensor
     scale: Tensor
     dtype: torch.dtype
-
-    def __getitem__(self, run: slice) -> Fp8Rows:
-        return replace(self, values=self.values[run], scale=self.scale[run])
 
 
 def padded_rows(tokens: int) -> int:
