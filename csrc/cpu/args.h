@@ -263,8 +263,25 @@ struct JournalArgs {
   int64_t rows, places, kept;
 };
 
-struct GdnArgs {
+// What the kernels of recurrent layers have in common: sequences, their states, the output.
+struct RecurrentArgs {
   DType dtype;
+  void* state;  // [num_blocks, heads, rows, columns], dense but for the block stride
+  DType state_dtype;
+  int64_t state_stride;
+  const int32_t* state_indices;
+  const bool* has_initial_state;  // prefill only
+  const int32_t* query_start;     // prefill only
+  int64_t num_seqs;
+  void* out;  // [tokens, heads, rows]
+  int64_t out_strides[2];
+  ConvArgs conv;               // decode only
+  int64_t tokens_per_seq = 1;  // decode only
+  JournalArgs journal;         // decode only
+};
+
+// A head's state is [v_dim, k_dim].
+struct GdnArgs : RecurrentArgs {
   const void* qkv;
   int64_t qkv_stride;
   // Whether each key channel has a decay (Kimi delta attention): `a` is then
@@ -277,44 +294,19 @@ struct GdnArgs {
   Param A_log;
   Param dt_bias;
   float beta_scale = 1;
-  void* state;  // [num_blocks, v_heads, v_dim, k_dim], dense but for the block stride
-  DType state_dtype;
-  int64_t state_stride;
-  const int32_t* state_indices;
-  const bool* has_initial_state;  // prefill only
-  const int32_t* query_start;     // prefill only
-  int64_t num_seqs;
   int64_t k_heads, v_heads, k_dim, v_dim;
-  void* out;
-  int64_t out_strides[2];
-  ConvArgs conv;  // decode only
-  int64_t tokens_per_seq = 1;  // decode only
-  JournalArgs journal;         // decode only
 };
 
-// Tokens are x, B and C: heads * head_dim and twice groups * columns channels. The journal's keys
-// are B of each group, its errors step sizes times x.
-struct Mamba2Args {
-  DType dtype;
+// Tokens are x, B and C: heads * head_dim and twice groups * columns channels. A head's state is
+// [head_dim, columns]. The journal's keys are B of each group, its errors step sizes times x.
+struct Mamba2Args : RecurrentArgs {
   const void* xbc;
   int64_t xbc_stride;
   const void* dt;  // [tokens, heads]
   int64_t dt_stride;
   Param A_log, dt_bias, D;  // [heads]
   float dt_low, dt_high;
-  void* state;  // [num_blocks, heads, head_dim, columns], dense but for the block stride
-  DType state_dtype;
-  int64_t state_stride;
-  const int32_t* state_indices;
-  const bool* has_initial_state;  // prefill only
-  const int32_t* query_start;     // prefill only
-  int64_t num_seqs;
   int64_t heads, groups, head_dim, columns;
-  void* out;
-  int64_t out_strides[2];
-  ConvArgs conv;               // decode only
-  int64_t tokens_per_seq = 1;  // decode only
-  JournalArgs journal;         // decode only
 };
 
 // Rows of the journal to write to their blocks.

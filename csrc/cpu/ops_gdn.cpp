@@ -39,21 +39,12 @@ GdnArgs gdn_args(
   const int64_t decays = args.channel_decays ? k_dim : 1;
   args.dt_bias = param(dt_bias, v_heads * decays, {op, "dt_bias"});
   args.beta_scale = static_cast<float>(beta_scale);
-  args.state_dtype = float_dtype(ssm_state, {op, "ssm_state"});
-  check_shape(ssm_state, {-1, v_heads, v_dim, k_dim}, 3, {op, "ssm_state"});
-  args.state = ssm_state.data_ptr();
-  args.state_stride = ssm_state.stride(0);
-  args.num_seqs = state_indices.size(0);
-  args.state_indices = int32_vector(state_indices, args.num_seqs, {op, "state_indices"});
   args.k_heads = k_heads;
   args.v_heads = v_heads;
   args.k_dim = k_dim;
   args.v_dim = v_dim;
-  check_dtype(out, args.dtype, {op, "out"});
-  check_shape(out, {tokens, v_heads, v_dim}, 1, {op, "out"});
-  args.out = out.data_ptr();
-  args.out_strides[0] = out.stride(0);
-  args.out_strides[1] = out.stride(1);
+  take_states(
+      op, args, "ssm_state", ssm_state, v_heads, v_dim, k_dim, state_indices, out, tokens);
   return args;
 }
 
@@ -93,9 +84,7 @@ void gdn_prefill(
   GdnArgs args = gdn_args(
       op, qkv, a, b, A_log, dt_bias, ssm_state, state_indices, num_k_heads, num_v_heads,
       head_k_dim, head_v_dim, out, beta_scale);
-  args.has_initial_state =
-      bool_vector(has_initial_state, args.num_seqs, {op, "has_initial_state"});
-  args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
+  take_prompts(op, args, has_initial_state, query_start_loc);
   if (args.channel_decays) {
     kernels().kda_prefill(args);
   } else {
@@ -115,14 +104,11 @@ void gdn_decode(
       op, qkv, a, b, A_log, dt_bias, ssm_state, state_indices, num_k_heads, num_v_heads,
       head_k_dim, head_v_dim, out, beta_scale);
   if (args.num_seqs == 0) return;
-  if (qkv.size(0) % args.num_seqs != 0 || (!steps && qkv.size(0) != args.num_seqs)) {
-    reject({op, "qkv"}, qkv, "must have one row, with a journal equally many, per state index");
-  }
-  args.tokens_per_seq = qkv.size(0) / args.num_seqs;
-  args.conv = conv_args(op, qkv, "qkv", conv_weight, conv_bias, conv_state);
+  take_decodes(
+      op, args, qkv, "qkv", steps.has_value(), conv_weight, conv_bias, conv_state);
   if (steps) {
     args.journal = journal_args(op, sizes_of(args), *taken, *keys, *errors, *decays, *inputs);
-    take_steps(op, args.journal, *steps, args.state_indices, args.num_seqs, args.tokens_per_seq);
+    take_steps(op, args, *steps);
   }
   kernels().gdn_decode(args);
 }

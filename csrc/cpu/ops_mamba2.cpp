@@ -14,9 +14,6 @@ Mamba2Args mamba2_args(
     const Tensor& state_indices, int64_t groups, const Tensor& out) {
   Mamba2Args args{};
   check_shape(state, {-1, -1, -1, -1}, 3, {op, "state"});
-  args.state_dtype = float_dtype(state, {op, "state"});
-  args.state = state.data_ptr();
-  args.state_stride = state.stride(0);
   args.heads = state.size(1);
   args.groups = groups;
   args.head_dim = state.size(2);
@@ -39,13 +36,9 @@ Mamba2Args mamba2_args(
   args.D = param(D, args.heads, {op, "D"});
   args.dt_low = static_cast<float>(dt_low);
   args.dt_high = static_cast<float>(dt_high);
-  args.num_seqs = state_indices.size(0);
-  args.state_indices = int32_vector(state_indices, args.num_seqs, {op, "state_indices"});
-  check_dtype(out, args.dtype, {op, "out"});
-  check_shape(out, {tokens, args.heads, args.head_dim}, 1, {op, "out"});
-  args.out = out.data_ptr();
-  args.out_strides[0] = out.stride(0);
-  args.out_strides[1] = out.stride(1);
+  take_states(
+      op, args, "state", state, args.heads, args.head_dim, args.columns, state_indices, out,
+      tokens);
   return args;
 }
 
@@ -59,9 +52,7 @@ void mamba2_prefill(
   constexpr const char* op = "mamba2_prefill";
   Mamba2Args args = mamba2_args(
       op, xbc, dt, A_log, dt_bias, D, dt_low, dt_high, state, state_indices, groups, out);
-  args.has_initial_state =
-      bool_vector(has_initial_state, args.num_seqs, {op, "has_initial_state"});
-  args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
+  take_prompts(op, args, has_initial_state, query_start_loc);
   kernels().mamba2_prefill(args);
 }
 
@@ -75,16 +66,13 @@ void mamba2_decode(
   Mamba2Args args = mamba2_args(
       op, xbc, dt, A_log, dt_bias, D, dt_low, dt_high, state, state_indices, groups, out);
   if (args.num_seqs == 0) return;
-  if (xbc.size(0) % args.num_seqs != 0 || (!steps && xbc.size(0) != args.num_seqs)) {
-    reject({op, "xbc"}, xbc, "must have one row, with a journal equally many, per state index");
-  }
-  args.tokens_per_seq = xbc.size(0) / args.num_seqs;
-  args.conv = conv_args(op, xbc, "xbc", conv_weight, conv_bias, conv_state);
+  take_decodes(
+      op, args, xbc, "xbc", steps.has_value(), conv_weight, conv_bias, conv_state);
   if (steps) {
     const JournalSizes sizes{args.dtype, groups, args.columns, args.heads, args.head_dim, 0,
                              args.conv.channels};
     args.journal = journal_args(op, sizes, *taken, *keys, *errors, *decays, *inputs);
-    take_steps(op, args.journal, *steps, args.state_indices, args.num_seqs, args.tokens_per_seq);
+    take_steps(op, args, *steps);
   }
   kernels().mamba2_decode(args);
 }

@@ -24,6 +24,41 @@ ConvArgs conv_args(
   return args;
 }
 
+void take_states(
+    const char* op, RecurrentArgs& args, const char* name, const Tensor& state, int64_t heads,
+    int64_t rows, int64_t columns, const Tensor& state_indices, const Tensor& out,
+    int64_t tokens) {
+  args.state_dtype = float_dtype(state, {op, name});
+  check_shape(state, {-1, heads, rows, columns}, 3, {op, name});
+  args.state = state.data_ptr();
+  args.state_stride = state.stride(0);
+  args.num_seqs = state_indices.size(0);
+  args.state_indices = int32_vector(state_indices, args.num_seqs, {op, "state_indices"});
+  check_dtype(out, args.dtype, {op, "out"});
+  check_shape(out, {tokens, heads, rows}, 1, {op, "out"});
+  args.out = out.data_ptr();
+  args.out_strides[0] = out.stride(0);
+  args.out_strides[1] = out.stride(1);
+}
+
+void take_prompts(
+    const char* op, RecurrentArgs& args, const Tensor& has_initial_state,
+    const Tensor& query_start_loc) {
+  args.has_initial_state =
+      bool_vector(has_initial_state, args.num_seqs, {op, "has_initial_state"});
+  args.query_start = int32_vector(query_start_loc, args.num_seqs + 1, {op, "query_start_loc"});
+}
+
+void take_decodes(
+    const char* op, RecurrentArgs& args, const Tensor& x, const char* x_name, bool has_journal,
+    const Tensor& conv_weight, const OptTensor& conv_bias, const Tensor& conv_state) {
+  if (x.size(0) % args.num_seqs != 0 || (!has_journal && x.size(0) != args.num_seqs)) {
+    reject({op, x_name}, x, "must have one row, with a journal equally many, per state index");
+  }
+  args.tokens_per_seq = x.size(0) / args.num_seqs;
+  args.conv = conv_args(op, x, x_name, conv_weight, conv_bias, conv_state);
+}
+
 JournalArgs journal_args(
     const char* op, const JournalSizes& sizes, const Tensor& taken, const Tensor& keys,
     const Tensor& errors, const Tensor& decays, const Tensor& inputs) {
@@ -43,25 +78,25 @@ JournalArgs journal_args(
   return journal;
 }
 
-void take_steps(
-    const char* op, JournalArgs& journal, const Tensor& steps, const int32_t* state_indices,
-    int64_t num_seqs, int64_t tokens_per_seq) {
+void take_steps(const char* op, RecurrentArgs& args, const Tensor& steps) {
+  JournalArgs& journal = args.journal;
   journal.steps = int32s_of(steps, {-1, 4}, 2, {op, "steps"});
-  if (steps.size(0) < num_seqs) {
+  if (steps.size(0) < args.num_seqs) {
     reject({op, "steps"}, steps, "must have a row for every state index");
   }
   STD_TORCH_CHECK(
-      journal.kept + 1 >= tokens_per_seq, op, ": inputs must have room for the tokens but one, ",
-      tokens_per_seq, " tokens and ", journal.kept, " places");
-  for (int64_t i = 0; i < num_seqs; ++i) {
-    if (state_indices[i] < 0) continue;
+      journal.kept + 1 >= args.tokens_per_seq, op,
+      ": inputs must have room for the tokens but one, ", args.tokens_per_seq, " tokens and ",
+      journal.kept, " places");
+  for (int64_t i = 0; i < args.num_seqs; ++i) {
+    if (args.state_indices[i] < 0) continue;
     const int32_t* step = journal.steps + 4 * i;
-    const int64_t needed = step[1] + tokens_per_seq - (step[2] != 0);
+    const int64_t needed = step[1] + args.tokens_per_seq - (step[2] != 0);
     STD_TORCH_CHECK(
         step[0] >= 0 && step[0] < journal.rows && step[3] >= 0 && step[3] < journal.places &&
             step[1] >= 0 && needed <= journal.places && journal.taken[step[0]] <= journal.kept,
         op, ": row ", step[0], " has ", step[1], " pending tokens from place ", step[3], " and ",
-        tokens_per_seq, " more, but ", journal.places, " places");
+        args.tokens_per_seq, " more, but ", journal.places, " places");
   }
 }
 

@@ -17,6 +17,45 @@ struct Sequence {
   int64_t taken;    // of them belong to accepted drafts
 };
 
+// What a step of a sequence takes from its row of the journal and keeps there.
+struct Kept {
+  int64_t row = 0, pending = 0, first = 0, places = 1;
+  bool commits = true;
+
+  // Of a sequence of the step; nothing without a journal.
+  Kept(const JournalArgs& journal, int64_t seq) {
+    if (!journal.steps) return;
+    const int32_t* step = journal.steps + 4 * seq;
+    row = step[0];
+    pending = step[1];
+    commits = step[2] != 0;
+    first = step[3];
+    places = journal.places;
+  }
+  // Whether token t is kept: all but one that commits.
+  bool keeps(int64_t t) const { return t > 0 || !commits; }
+  // Its place in the row, and among all rows'.
+  int64_t slot(int64_t t) const { return (first + pending + t - (commits ? 1 : 0)) % places; }
+  int64_t place(int64_t t) const { return row * places + slot(t); }
+};
+
+// The tokens of sequence `seq`, rows of `x`, each `x_stride` elements.
+template <typename T>
+Sequence<T> sequence_of(
+    const RecurrentArgs& args, const Kept& kept, int64_t seq, const void* x, int64_t x_stride) {
+  const int64_t tokens = args.tokens_per_seq, index = args.state_indices[seq];
+  const JournalArgs& journal = args.journal;
+  Sequence<T> sequence{
+      static_cast<const T*>(x) + seq * tokens * x_stride, x_stride, tokens,
+      static_cast<T*>(args.conv.state) + index * args.conv.state_stride, nullptr, 0};
+  if (journal.steps) {
+    sequence.kept =
+        static_cast<T*>(journal.inputs) + kept.row * journal.kept * args.conv.channels;
+    sequence.taken = journal.taken[kept.row];
+  }
+  return sequence;
+}
+
 // Convolves channels [first, first + count) of the tokens and returns the results, `pitch` apart, as
 // T would hold them: prefill passes them through a tensor of T. The state takes in the accepted
 // drafts of the last step and the first token.

@@ -46,9 +46,9 @@ inline Gates gates(const GdnArgs& args, const DecayParams& decay, int64_t token,
   return {-decay.rate * softplus, beta_of(args, b)};
 }
 
-// exp(g) of a head's key channels, `rate` as in `DecayParams`; zero up to the end of the padding.
+// exp(g) of a head's key channels into `out`, `rate` as in `DecayParams`; returns beta.
 template <typename T>
-inline void channel_decays(
+inline float channel_gates(
     const GdnArgs& args, float rate, int64_t token, int64_t head, float* out) {
   const T* a = static_cast<const T*>(args.a) + token * args.a_stride + head * args.k_dim;
   with_dtype(args.dt_bias.dtype, [&](auto t) {
@@ -58,6 +58,7 @@ inline void channel_decays(
       store(out + i, exp(softplus(x) * -rate));
     });
   });
+  return beta_of(args, load1(static_cast<const T*>(args.b) + token * args.b_stride + head));
 }
 
 // x[0, padded) *= rsqrt(sum(x^2) + 1e-6) * scale; the padding is zero.

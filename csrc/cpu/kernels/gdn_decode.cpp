@@ -24,16 +24,12 @@ struct HeadSteps {
   int64_t decay_floats;
   T* out;
   int64_t out_pitch;
-  // The journal, at this row and head; `pending` tokens from place `first` on.
-  int64_t pending = 0, first = 0, places = 1;
-  bool commits = true;
+  // The journal, at this row and head.
+  Kept kept;
   const float* keys = nullptr;    // [places] rows, key_pitch apart
   float* errors = nullptr;        // [places] rows, error_pitch apart
   const float* decays = nullptr;  // [places] rows, decay_pitch apart
   int64_t key_pitch = 0, error_pitch = 0, decay_pitch = 0;
-
-  // Place of token t, which does not commit.
-  int64_t place(int64_t t) const { return (first + pending + t - (commits ? 1 : 0)) % places; }
 };
 
 template <typename T, typename S, typename Decay, int Rows>
@@ -43,32 +39,25 @@ void run_rows(const HeadSteps<T, S, Decay>& head, int64_t row, S* rows) {
   float delta[Rows];
   if (!head.errors) {
     step_rows<T, S, Rows>(
-        stored, head.k_dim, Decay::of(head.decay), *head.beta, *head.kq, head.k, head.q, head.v + row,
-        head.out + row, delta);
+        stored, head.k_dim, Decay::of(head.decay), *head.beta, *head.kq, head.k, head.q,
+        head.v + row, head.out + row, delta);
     return;
   }
   ::memcpy(rows, stored, size * sizeof(S));
   replay_rows<S, Rows, Decay>(
       rows, head.k_dim, head.keys, head.key_pitch, head.errors + row, head.error_pitch, head.decays,
-      head.decay_pitch, head.pending, head.first, head.places);
+      head.decay_pitch, head.kept.pending, head.kept.first, head.kept.places);
   for (int64_t t = 0; t < head.tokens; ++t) {
     step_rows<T, S, Rows>(
-        rows, head.k_dim, Decay::of(head.decay + t * head.decay_floats), head.beta[t], head.kq[t], head.k + t * head.k_pitch,
-        head.q + t * head.k_pitch, head.v + t * head.v_pitch + row, head.out + t * head.out_pitch + row,
-        delta);
-    if (t == 0 && head.commits) {
+        rows, head.k_dim, Decay::of(head.decay + t * head.decay_floats), head.beta[t], head.kq[t],
+        head.k + t * head.k_pitch, head.q + t * head.k_pitch, head.v + t * head.v_pitch + row,
+        head.out + t * head.out_pitch + row, delta);
+    if (!head.kept.keeps(t)) {
       ::memcpy(stored, rows, size * sizeof(S));
     } else {
-      ::memcpy(head.errors + head.place(t) * head.error_pitch + row, delta, sizeof(delta));
+      ::memcpy(head.errors + head.kept.slot(t) * head.error_pitch + row, delta, sizeof(delta));
     }
   }
-}
-
-template <typename T, typename S, typename Decay>
-void run_head(const HeadSteps<T, S, Decay>& head, int64_t v_dim, S* rows) {
-  int64_t row = 0;
-  for (; row + kStateRows <= v_dim; row += kStateRows) run_rows<T, S, Decay, kStateRows>(head, row, rows);
-  for (; row < v_dim; ++row) run_rows<T, S, Decay, 1>(head, row, rows);
 }
 
 // The parts of a thread's scratch memory, in floats.
@@ -93,9 +82,7 @@ void gates_of_tokens(
       : decay_params(args, head);
   for (int64_t t = 0; t < sizes.tokens; ++t) {
     if (args.channel_decays) {
-      const T* b = static_cast<const T*>(args.b) + (first + t) * args.b_stride;
-      channel_decays<T>(args, params.rate, first + t, head, decay + t * sizes.decays);
-      beta[t] = beta_of(args, load1(b + head));
+      beta[t] = channel_gates<T>(args, params.rate, first + t, head, decay + t * sizes.decays);
     } else {
       const Gates gate = gates<T>(args, params, first + t, head);
       decay[t] = ::expf(gate.g);
@@ -117,30 +104,21 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
   float* kq = v + tokens * sizes.v_pad;
   float *beta = kq + tokens, *decay = beta + tokens;
   const JournalArgs& journal = args.journal;
-  const int32_t* step = journal.steps ? journal.steps + seq * 4 : nullptr;
-  const int64_t row = step ? step[0] : 0;
-  Sequence<T> tokens_of{
-      static_cast<const T*>(args.qkv) + seq * tokens * args.qkv_stride, args.qkv_stride, tokens,
-      static_cast<T*>(args.conv.state) + index * args.conv.state_stride, nullptr, 0};
-  if (step) {
-    tokens_of.kept = static_cast<T*>(journal.inputs) + row * journal.kept * args.conv.channels;
-    tokens_of.taken = journal.taken[row];
-  }
+  const Kept kept(journal, seq);
+  const int64_t base = kept.row * journal.places;
+  const Sequence<T> tokens_of = sequence_of<T>(args, kept, seq, args.qkv, args.qkv_stride);
   const int64_t key_width = args.k_heads * args.k_dim;
   conv_steps(args.conv, tokens_of, key_head * args.k_dim, args.k_dim, q, sizes.k_pad);
   conv_steps(args.conv, tokens_of, key_width + key_head * args.k_dim, args.k_dim, k, sizes.k_pad);
   HeadSteps<T, S, Decay> head{args.k_dim, tokens, nullptr, q, k, v, sizes.k_pad, sizes.v_pad,
-                              beta, kq, decay, sizes.decays, nullptr, args.out_strides[0]};
+                              beta, kq, decay, sizes.decays, nullptr, args.out_strides[0],
+                              kept};
   const int64_t decay_floats = Decay::floats(args.k_dim);
-  if (step) {
-    head.pending = step[1];
-    head.commits = step[2] != 0;
-    head.first = step[3];
-    head.places = journal.places;
+  if (journal.steps) {
     head.key_pitch = key_width;
     head.error_pitch = args.v_heads * args.v_dim;
     head.decay_pitch = args.v_heads * decay_floats;
-    head.keys = journal.keys + row * journal.places * key_width + key_head * args.k_dim;
+    head.keys = journal.keys + base * key_width + key_head * args.k_dim;
   }
   for (int64_t t = 0; t < tokens; ++t) {
     float *query = q + t * sizes.k_pad, *key = k + t * sizes.k_pad;
@@ -151,31 +129,33 @@ void step_head(const GdnArgs& args, int64_t seq, int64_t key_head, float* work) 
       kq_sum = fma(load(key + i), load(query + i), kq_sum);
     }
     kq[t] = sum(kq_sum);
-    if (step && (t > 0 || !head.commits)) {
-      float* kept = journal.keys + (row * journal.places + head.place(t)) * key_width;
-      ::memcpy(kept + key_head * args.k_dim, key, args.k_dim * sizeof(float));
+    if (journal.steps && kept.keeps(t)) {
+      float* keys = journal.keys + kept.place(t) * key_width;
+      ::memcpy(keys + key_head * args.k_dim, key, args.k_dim * sizeof(float));
     }
   }
   for (int64_t j = key_head * group; j < (key_head + 1) * group; ++j) {
     conv_steps(args.conv, tokens_of, 2 * key_width + j * args.v_dim, args.v_dim, v, sizes.v_pad);
     gates_of_tokens<T>(args, seq * tokens, j, sizes, decay, beta);
-    if (step) {
-      const int64_t heads = row * journal.places * args.v_heads + j;
+    if (journal.steps) {
+      const int64_t heads = base * args.v_heads + j;
       head.errors = journal.errors + heads * args.v_dim;
       head.decays = journal.decays + heads * decay_floats;
     }
-    for (int64_t t = 0; step && t < tokens; ++t) {
-      if (t == 0 && head.commits) continue;
-      const int64_t kept = (row * journal.places + head.place(t)) * args.v_heads + j;
+    for (int64_t t = 0; journal.steps && t < tokens; ++t) {
+      if (!kept.keeps(t)) continue;
+      const int64_t at = kept.place(t) * args.v_heads + j;
       ::memcpy(
-          journal.decays + kept * decay_floats, decay + t * sizes.decays,
+          journal.decays + at * decay_floats, decay + t * sizes.decays,
           decay_floats * sizeof(float));
     }
     head.state = static_cast<S*>(args.state) + index * args.state_stride +
         j * args.v_dim * args.k_dim;
     head.out = static_cast<T*>(args.out) + seq * tokens * args.out_strides[0] +
         j * args.out_strides[1];
-    run_head(head, args.v_dim, rows);
+    for_rows(args.v_dim, [&](int64_t first, auto together) {
+      run_rows<T, S, Decay, decltype(together)::value>(head, first, rows);
+    });
   }
 }
 
@@ -188,7 +168,8 @@ void run(const GdnArgs& args) {
         float* work = scratch(Scratch::kKernel, floats);
         for (int64_t i = begin; i < end; ++i) {
           const int64_t seq = i / args.k_heads;
-          if (args.state_indices[seq] >= 0) step_head<T, S, Decay>(args, seq, i % args.k_heads, work);
+          if (args.state_indices[seq] < 0) continue;
+          step_head<T, S, Decay>(args, seq, i % args.k_heads, work);
         }
       });
 }

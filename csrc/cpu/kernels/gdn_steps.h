@@ -2,12 +2,24 @@
 // One token's step of the gated delta rule, on rows of a transposed state: of its value dims.
 #pragma once
 
+#include <type_traits>
+
 #include "gdn.h"
 
 namespace vllm_cpu {
 namespace VLLM_ISA {
 
 constexpr int kStateRows = 4;  // rows taken together
+
+// Calls run(row, rows) over all rows, with as many as are taken together as a constant.
+template <typename F>
+inline void for_rows(int64_t rows, const F& run) {
+  int64_t row = 0;
+  for (; row + kStateRows <= rows; row += kStateRows) {
+    run(row, std::integral_constant<int, kStateRows>{});
+  }
+  for (; row < rows; ++row) run(row, std::integral_constant<int, 1>{});
+}
 
 // A step's decay: one of the whole state, or one of each key channel.
 struct HeadDecay {
@@ -100,7 +112,8 @@ void replay_rows(
   for (int64_t i = 0; i < pending; ++i) {
     const int64_t at = (first + i) % places;
     update_rows<S, Rows>(
-        state, k_dim, Decay::of(decays + at * decay_pitch), keys + at * key_pitch, errors + at * error_pitch);
+        state, k_dim, Decay::of(decays + at * decay_pitch), keys + at * key_pitch,
+        errors + at * error_pitch);
   }
 }
 

@@ -62,9 +62,7 @@ void prepare(const GdnArgs& args, int64_t token, int64_t n, int64_t head, float 
       products = fma(load(key + i), load(query + i), products);
     }
     w.kq[t] = sum(products);
-    const T* b = static_cast<const T*>(args.b) + (token + t) * args.b_stride;
-    w.beta[t] = beta_of(args, load1(b + head));
-    channel_decays<T>(args, rate, token + t, head, w.decay + t * w.k_pad);
+    w.beta[t] = channel_gates<T>(args, rate, token + t, head, w.decay + t * w.k_pad);
   }
 }
 
@@ -97,11 +95,9 @@ void run_item(const GdnArgs& args, int64_t seq, int64_t head) {
   for (int64_t token = begin; token < end; token += kChunk) {
     const int64_t n = end - token < kChunk ? end - token : kChunk;
     prepare<T>(args, token, n, head, rate, w);
-    int64_t row = 0;
-    for (; row + kStateRows <= args.v_dim; row += kStateRows) {
-      run_rows<T, kStateRows>(args, token, n, head, row, w);
-    }
-    for (; row < args.v_dim; ++row) run_rows<T, 1>(args, token, n, head, row, w);
+    for_rows(args.v_dim, [&](int64_t row, auto rows) {
+      run_rows<T, decltype(rows)::value>(args, token, n, head, row, w);
+    });
   }
   for_lanes(size, [&](int64_t i, int64_t lanes) {
     store_upto(stored + i, load_upto(w.state + i, lanes), lanes);

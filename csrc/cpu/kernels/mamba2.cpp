@@ -87,15 +87,6 @@ inline void step_rows_of(
   }
 }
 
-template <typename F>
-void for_rows(int64_t rows, const F& run) {
-  int64_t row = 0;
-  for (; row + kStateRows <= rows; row += kStateRows) {
-    run(row, std::integral_constant<int, kStateRows>{});
-  }
-  for (; row < rows; ++row) run(row, std::integral_constant<int, 1>{});
-}
-
 template <typename T>
 void load_row(const T* from, int64_t count, float* to) {
   for_lanes(count, [&](int64_t i, int64_t lanes) { store(to + i, load_upto(from + i, lanes)); });
@@ -140,26 +131,6 @@ void prefill_head(const Mamba2Args& args, int64_t seq, int64_t head) {
   });
 }
 
-// What a step of a sequence keeps in the journal and takes from it.
-struct Kept {
-  int64_t row = 0, pending = 0, first = 0;
-  bool commits = true;
-
-  Kept(const JournalArgs& journal, int64_t seq) {
-    if (!journal.steps) return;
-    const int32_t* step = journal.steps + 4 * seq;
-    row = step[0];
-    pending = step[1];
-    commits = step[2] != 0;
-    first = step[3];
-  }
-  bool keeps(int64_t t) const { return t > 0 || !commits; }
-  // Of token t, which is kept: its place among all rows'.
-  int64_t place(const JournalArgs& journal, int64_t t) const {
-    return row * journal.places + (first + pending + t - (commits ? 1 : 0)) % journal.places;
-  }
-};
-
 template <typename T, typename S>
 void decode_head(
     const Mamba2Args& args, int64_t seq, int64_t head, const Kept& kept, Work& w) {
@@ -169,7 +140,7 @@ void decode_head(
   take_steps<T>(args, seq * tokens, tokens, head, w);
   for (int64_t t = 0; journal.steps && t < tokens; ++t) {
     if (!kept.keeps(t)) continue;
-    const int64_t at = kept.place(journal, t) * args.heads + head;
+    const int64_t at = kept.place(t) * args.heads + head;
     journal.decays[at] = w.decay[t];
     ::memcpy(
         journal.errors + at * args.head_dim, w.step + t * w.p_pad, args.head_dim * sizeof(float));
@@ -198,7 +169,7 @@ void decode_head(
     for (int64_t t = 0; t < tokens; ++t) {
       step_rows_of<T, S, kRows>(
           w, args.columns, t, row, D, held, out + t * args.out_strides[0]);
-      if (t == 0 && kept.commits) ::memcpy(stored, held, bytes);
+      if (!kept.keeps(t)) ::memcpy(stored, held, bytes);
     }
   });
 }
@@ -207,25 +178,18 @@ void decode_head(
 template <typename T, typename S>
 void decode_group(const Mamba2Args& args, int64_t seq, int64_t group, float* memory) {
   const JournalArgs& journal = args.journal;
-  const int64_t tokens = args.tokens_per_seq, index = args.state_indices[seq];
+  const int64_t tokens = args.tokens_per_seq;
   const Kept kept(journal, seq);
   Work w(args, tokens, kStateRows * args.columns);
   w.place(memory);
-  Sequence<T> sequence{
-      static_cast<const T*>(args.xbc) + seq * tokens * args.xbc_stride, args.xbc_stride, tokens,
-      static_cast<T*>(args.conv.state) + index * args.conv.state_stride, nullptr, 0};
-  if (journal.steps) {
-    sequence.kept =
-        static_cast<T*>(journal.inputs) + kept.row * journal.kept * args.conv.channels;
-    sequence.taken = journal.taken[kept.row];
-  }
+  const Sequence<T> sequence = sequence_of<T>(args, kept, seq, args.xbc, args.xbc_stride);
   const int64_t shared = args.groups * args.columns, per_group = args.heads / args.groups;
   const int64_t b_at = args.heads * args.head_dim + group * args.columns;
   conv_steps(args.conv, sequence, b_at, args.columns, w.b, w.n_pad);
   conv_steps(args.conv, sequence, b_at + shared, args.columns, w.c, w.n_pad);
   for (int64_t t = 0; journal.steps && t < tokens; ++t) {
     if (!kept.keeps(t)) continue;
-    float* keys = journal.keys + kept.place(journal, t) * shared + group * args.columns;
+    float* keys = journal.keys + kept.place(t) * shared + group * args.columns;
     ::memcpy(keys, w.b + t * w.n_pad, args.columns * sizeof(float));
   }
   for (int64_t head = group * per_group; head < (group + 1) * per_group; ++head) {
@@ -243,7 +207,8 @@ void decode(const Mamba2Args& args) {
         float* memory = scratch(Scratch::kKernel, floats);
         for (int64_t i = begin; i < end; ++i) {
           const int64_t seq = i / args.groups;
-          if (args.state_indices[seq] >= 0) decode_group<T, S>(args, seq, i % args.groups, memory);
+          if (args.state_indices[seq] < 0) continue;
+          decode_group<T, S>(args, seq, i % args.groups, memory);
         }
       });
 }
