@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parity.in_process import worker_of
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.host_weights import bytes_on_host, is_on_host, parameter_bytes
@@ -76,11 +77,6 @@ def fresh(start: Any, placement: str, **settings: Any) -> list[Any]:
     found = outputs(llm)
     llm.shutdown()
     return found
-
-
-def worker_of(llm: LLM) -> Any:
-    core: Any = llm.llm_engine.engine_core
-    return core.engine_core.executor.worker
 
 
 def check_memory(llm: LLM, *placements: str) -> int:

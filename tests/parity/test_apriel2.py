@@ -23,6 +23,7 @@ from parity_checks import (
 from test_drafts import Run, a_conversation, batches, compare, engine, preemptions
 
 from tests.extraction_options import extraction
+from tests.parity.in_process import runner_of
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
@@ -174,8 +175,7 @@ def test_hidden_states_are_those_of_the_placement(make_engine: MakeEngine, tmp_p
     for names in (first, ["kda"] * 3, ["attention", "sliding_window", "gdn"], first):
         if arenas:
             assert llm.change_placement(names) == [dict(enumerate(names))]
-        core: Any = llm.llm_engine.engine_core
-        arena = core.engine_core.executor.worker.model_runner.arena
+        arena = runner_of(llm).arena
         arenas.append(weakref.ref(arena.buffer))
         del arena
         assert_streams(llm, Reference(decoder, tensors, names), layers)

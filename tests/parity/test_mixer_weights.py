@@ -20,6 +20,7 @@ from apriel2_models import MIXERS, make_tensors, save, stochastic
 from parity_checks import in_this_process, prompts
 from torch import Tensor, nn
 
+from tests.parity.in_process import runner_of
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -104,16 +105,6 @@ def start(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield start
     for llm in made:
         llm.llm_engine.engine_core.shutdown()
-
-
-def worker_of(llm: LLM) -> Worker:
-    core: Any = llm.llm_engine.engine_core
-    worker: Worker = core.engine_core.executor.worker
-    return worker
-
-
-def runner_of(llm: LLM) -> ModelRunner:
-    return worker_of(llm).model_runner
 
 
 def supernet_of(llm: LLM) -> HasPlacements:

@@ -16,6 +16,7 @@ import pytest
 from apriel2_models import make_tensors, save, stochastic
 from parity_checks import in_this_process, prompts
 
+from tests.parity.in_process import runner_of
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
@@ -55,12 +56,6 @@ def start(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield start
     for llm in made:
         llm.llm_engine.engine_core.shutdown()
-
-
-def runner_of(llm: LLM) -> ModelRunner:
-    core: Any = llm.llm_engine.engine_core
-    runner: ModelRunner = core.engine_core.executor.worker.model_runner
-    return runner
 
 
 def journal_bytes(runner: ModelRunner) -> int:
