@@ -22,13 +22,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.placements import Placement, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
-from vllm.v1.core.placed_arena import with_placement
+from vllm.v1.core.placed_arena import BesideArena, PlacementSpecs, with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.engine.core_memory import CoreMemory
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.executor.abstract import Executor
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
@@ -245,13 +245,11 @@ class CorePlacements:
                 "placement cannot change; start the engine with --placement",
                 "placement",
             )
-        specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
-        placed = self._executor.get_placed_specs(placement)
-        beside = self._executor.get_bytes_beside(placement)
+        needs = self._needs(placement)
         if self._scheduler.has_unfinished_requests():
             return PlacementChange(True, [])
         try:
-            configs = self._memory.plan(specs, placed, beside)
+            config, *_ = self._memory.plan(*needs)
         except ValueError as error:
             raise VLLMValidationError(f"placement: {error}", "placement") from None
         self._drain()
@@ -260,7 +258,7 @@ class CorePlacements:
         begin = time.monotonic()
         before, *_ = self._executor.collective_rpc("get_own_placement")
         try:
-            found = self._place(placement, configs[0])
+            found = self._place(placement, config)
         except Exception as error:
             # Its frames hold what was allocated.
             failure = error.with_traceback(None)
@@ -295,10 +293,16 @@ class CorePlacements:
     def _restore(self, placement: str) -> None:
         """Place what was there before a change that failed, on workers of which some may have
         changed."""
+        config, *_ = self._memory.plan(*self._needs(placement))
+        self._place(placement, config)
+
+    def _needs(
+        self, placement: Placement
+    ) -> tuple[list[dict[str, KVCacheSpec]], list[list[PlacementSpecs]], list[BesideArena]]:
+        """What `CoreMemory.plan` asks for, of every worker."""
         specs = self._executor.collective_rpc("get_placement_specs", args=(placement,))
         placed = self._executor.get_placed_specs(placement)
-        beside = self._executor.get_bytes_beside(placement)
-        self._place(placement, self._memory.plan(specs, placed, beside)[0])
+        return specs, placed, self._executor.get_bytes_beside(placement)
 
     def overlap(self, placement: Placement) -> PlacementChange:
         """From here on requests that do not choose have this placement; those that have started
