@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import defaultdict
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,10 @@ class Channels:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.queues: dict[tuple[int, int], Queue[Tensor]] = defaultdict(Queue)
+        # all at once: a missing one could be made by both ends, each its own
+        self.queues: dict[tuple[int, int], Queue[Tensor]] = {
+            ends: Queue() for ends in itertools.product(range(size), repeat=2)
+        }
 
     def end(self, rank: int) -> Any:
         def isend(x: Tensor, target: int) -> Any:
