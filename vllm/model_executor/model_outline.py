@@ -16,6 +16,7 @@ from vllm.model_executor.host_weights import parameter_bytes
 from vllm.model_executor.layers.moe import check_expert_parallel
 from vllm.model_executor.model_loader.base import initialize_model
 from vllm.model_executor.models.interfaces import HasPlacements, as_stage
+from vllm.model_executor.placements import Placement
 from vllm.model_executor.state_layers import collect_layers
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheSpec
@@ -51,9 +52,7 @@ def outline_model(vllm_config: VllmConfig, tp_size: int = 1) -> ModelOutline:
 def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
     """Of what `models_on_meta` returns."""
     layers = collect_layers(config, *models)
-    # Drafters may share modules with the target.
-    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    whole = _tensor_bytes(models)
     host_bytes = sum(parameter_bytes(_waiting(config, model)) for model in models)
     journals = count_journals(config, layers)
     return ModelOutline(
@@ -63,6 +62,20 @@ def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
         journals=journals,
         ring_bytes=journal_bytes(config, journals),
     )
+
+
+def bytes_in_use(models: Sequence[nn.Module], placement: Placement) -> int:
+    """Of the weights of what `models_on_meta` returns, on the device if this is the one placement
+    in use of a supernet, the first of them."""
+    model = models[0]
+    assert isinstance(model, HasPlacements)
+    return _tensor_bytes(models) - parameter_bytes(model.unused_mixers(placement))
+
+
+def _tensor_bytes(models: Sequence[nn.Module]) -> int:
+    # Drafters may share modules with the target.
+    tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}.values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _waiting(config: VllmConfig, model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from tests import apriel2_models
 from tests.tiny_models import tiny_model
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.decode_work import decode_work
-from vllm.model_executor.model_outline import models_on_meta
+from vllm.model_executor.model_outline import models_on_meta, outline_model
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.v1.core.decode_cost import (
     DEVICES,
@@ -264,6 +264,11 @@ def test_placements_of_a_supernet(cut: Path) -> None:
     assert rows[own].sequences[1] == pytest.approx(20 * 10**9 / (row * 32768), rel=0.05)
     kinds = [part.kind for part in rows[("mix",)].costs[0].parts]
     assert kinds == ["feed-forward and norms", LABELS[0], LABELS[3], "embedding and head"]
+    for placement, names in {"every2nd-gdn": ("mix",), "all-kda": ("all-kda",)}.items():
+        alone = EngineArgs(str(cut), max_model_len=65536, placement=placement)
+        weights = outline_model(alone.create_engine_config()).weight_bytes
+        assert rows[names].weight_bytes == weights, placement
+    assert len({row.weight_bytes for row in rows.values()}) == len(rows) - 1  # windows: attention's
 
 
 def test_a_thinned_supernet_has_rows_for_mixers_that_all_layers_have(tmp_path: Path) -> None:
@@ -280,4 +285,5 @@ def test_a_model_without_placements_has_one_row() -> None:
     report = explain(config, Budget(arena_bytes=3 << 20), [12], what_ifs=False).decode
     (row,) = report.placements
     assert row.names == () and row.speedups == () and row.sequences[0] > 0
+    assert row.weight_bytes is None
     assert row.costs[0].batch == DecodeBatch().size and row.costs[0].context == 12

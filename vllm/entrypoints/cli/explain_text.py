@@ -244,6 +244,7 @@ def _whose(one: PlacementDecode) -> str:
 
 def _columns(own: PlacementDecode) -> list[str]:
     columns = ["placement" if own.names else "model"]
+    columns += ["weights"] if own.weight_bytes is not None else []
     for cost in own.costs:
         columns.append(f"ms at {cost.context:,}")
         columns += ["speed"] if own.speedups else []
@@ -253,6 +254,7 @@ def _columns(own: PlacementDecode) -> list[str]:
 
 def _row(one: PlacementDecode) -> list[str]:
     row = [", ".join(one.names) or "as configured"]
+    row += [amount(one.weight_bytes)] if one.weight_bytes is not None else []
     for i, cost in enumerate(one.costs):
         row.append(f"{cost.seconds * 1e3:.3f}")
         row += [f"{one.speedups[i]:.2f}x"] if one.speedups else []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from vllm.config import VllmConfig
 from vllm.model_executor.decode_work import decode_work
-from vllm.model_executor.model_outline import models_on_meta
+from vllm.model_executor.model_outline import bytes_in_use, models_on_meta
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.placements import Placement
 from vllm.model_executor.state_layers import collect_layers
@@ -32,12 +32,14 @@ class PlacementDecode:
     """One placement, or a model that has none; `names`: what it is called. Per request length of
     the report: the `costs` of a step, how many such requests fit at once (`sequences`) where all
     have this placement, and all-attention's time over this one's (`speedups`; empty for a model
-    that has no such placement)."""
+    that has no such placement). `weight_bytes`: of one rank's device, were this the only placement
+    in use; None for a model that has none."""
 
     names: tuple[str, ...]
     costs: tuple[DecodeCost, ...]
     sequences: tuple[int, ...]
     speedups: tuple[float, ...] = ()
+    weight_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,12 @@ def explain_decode(
         work = decode_work(config, model)
         return tuple(predict(work, batch.device, batch.size, length) for length in lengths)
 
-    def row(names: list[str]) -> PlacementDecode:
+    def row(names: list[str], form: Placement) -> PlacementDecode:
         layers = collect_layers(config, *models)
         specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
         fitting = _fitting(config, specs, lengths, arena_bytes)
-        return PlacementDecode(tuple(names), costs(), fitting)
+        weights = bytes_in_use(models, form)
+        return PlacementDecode(tuple(names), costs(), fitting, weight_bytes=weights)
 
     if not isinstance(model, HasPlacements) or not model.get_mixer_names():
         return DecodeReport(batch, (PlacementDecode((), costs(), tuple(sequences)),))
@@ -81,7 +84,7 @@ def explain_decode(
         forms.setdefault(spelled, form)
     for spelled, form in forms.items():
         model.set_layer_placements(form)
-        rows[spelled] = row(names[spelled])
+        rows[spelled] = row(names[spelled], form)
     base = next((one for one in rows.values() if "all-attention" in one.names), None)
     if base is None:
         return DecodeReport(batch, tuple(rows.values()))
