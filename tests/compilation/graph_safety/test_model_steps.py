@@ -202,7 +202,7 @@ def runner() -> Iterator[ModelRunner]:
 def test_planted_hazards(runner: ModelRunner, plant: Plant) -> None:
     with plant.apply(runner) as between:
         report = check_runner(runner, plant.steps, between)
-    assert {(f.path, f.line, f.hazard) for f in report.findings} == {plant.place}
+    assert {(f.path, f.line, f.hazard) for f in report.findings} == {plant.place}, report.findings
     assert any(plant.message in finding.message for finding in report.findings)
 
 

@@ -47,8 +47,11 @@ def padding_reaches_a_cache(runner: ModelRunner) -> Iterator[Between]:
 
 
 class _CopiesTables(paged.PagedAttentionMetadataBuilder):
+    """A stale table is one of padding, which names no block: rows that are real would read before
+    the cache."""
+
     def build(self, common: CommonAttentionMetadata) -> paged.PagedAttentionMetadata:
-        return super().build(replace(common, block_table=common.block_table.clone()))
+        return super().build(replace(common, block_table=common.block_table.clamp(min=0)))
 
 
 class _CopyingBackend(paged.PagedAttentionBackend):
