@@ -9,8 +9,10 @@ import pytest
 
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, SENTENCE, FakeAsyncLLM, byte_ids
+from tests.v1.engine.tokenizer_fixture import make_character_tokenizer
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai import serving_engine
+from vllm.entrypoints.openai.completion_stream import prompt_offsets
 from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.asyncio
@@ -258,6 +260,16 @@ async def test_offsets_agree_with_an_echo_of_special_tokens(
     choice = reply["choices"][0]
     assert choice["text"] == "<|im_start|>hüGr"
     assert choice["logprobs"]["text_offset"] == [0, 12, 13, 13, 14, 15, 16]
+
+
+async def test_offsets_behind_a_token_that_is_not_shown() -> None:
+    """Where the first word of a text is shown without its space."""
+    tokenizer = make_character_tokenizer()
+    ids = tokenizer.encode("the the")
+    assert len(ids) == 2
+    first = tokenizer.unk_token_id
+    assert prompt_offsets(tokenizer, [first, *ids], "the the") == [0, 0, 3]
+    assert prompt_offsets(tokenizer, [first, *ids], "<unk> the the") == [0, 5, 9]
 
 
 @pytest.mark.parametrize("as_ids", [True, False])
