@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 
 import pytest
@@ -125,3 +126,34 @@ async def test_an_offer_of_another_protocol_is_passed_over(
         writer.close()
     assert reply.count(b"HTTP/1.1 200") == 2
     assert reply.index(b"/ahello") < reply.index(b"/bhello")
+
+
+async def never(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application whose requests have no end."""
+    while (message := await receive())["type"] != "http.disconnect":
+        assert message["more_body"]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"nothing\r\n\r\n",
+        b"GET /" + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 70_000,
+        b"GET / HTTP/1.1\r\n" + b"X: a\r\n" * 12_000,
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\nX: " + b"a" * 70_000,
+    ],
+    ids=["no HTTP", "url", "header", "headers", "trailer"],
+)
+@pytest.mark.asyncio
+async def test_what_is_no_request_or_has_no_end_is_an_error(request_: bytes) -> None:
+    async with serving(never) as address:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request_[:64])
+        # What comes together with a piece of a body is not counted.
+        await asyncio.sleep(0.01)
+        writer.write(request_[64:])
+        reply = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == 400

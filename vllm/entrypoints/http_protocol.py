@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http import HTTPStatus
 
 import httptools
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -18,6 +19,9 @@ from vllm.entrypoints.tally import Tally
 _KEY = "vllm.piece_writer"
 #: headers that offer another protocol, and options of `Connection` that name them
 _OF_OFFERS = (b"upgrade", b"http2-settings")
+#: bytes of a head, of what frames a body, or of what follows it, that may come without an end: the
+#: parser's time grows with their square
+_MAX_UNREAD = 64 * 1024
 
 
 class PieceWriter:
@@ -51,9 +55,11 @@ class StreamingProtocol(HttpToolsProtocol):
     A request that offers to go on in another protocol is answered in this one: the clients of Java
     offer h2c with every request. Replies of unknown length to clients of HTTP/1.0, which has no
     chunks, end with the connection. A client that leaves ends the request that runs, whatever it
-    has sent behind it.
+    has sent behind it. A head without an end is an error.
     """
 
+    #: bytes since the last head or piece of a body was complete
+    _num_unread = 0
     #: of the request that is read, its head without the offer; empty if it has none
     _plain_head = b""
     #: requests without a complete reply, of which the first one runs
@@ -61,12 +67,26 @@ class StreamingProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
+        self._num_unread += len(data)
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            words = "Invalid HTTP request received."
-            self.logger.warning(words)
-            self.send_400_response(words)
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._num_unread > _MAX_UNREAD:
+            self.send_400_response(f"The head of a request has at most {_MAX_UNREAD} bytes.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Close, with the error where no reply has begun."""
+        self.logger.warning(msg)
+        if not any(one.response_started and not one.response_complete for one in self._open):
+            body = msgspec.json.encode(APIError(HTTPStatus.BAD_REQUEST, "Bad Request", msg).body())
+            head = (
+                *(b"HTTP/1.1 400 Bad Request", b"content-type: application/json"),
+                *(b"content-length: %d" % len(body), b"connection: close"),
+            )
+            self.transport.write(b"\r\n".join([*head, b"", body]))
+        self.transport.close()
 
     def _feed(self, data: bytes) -> None:
         while data:
@@ -82,6 +102,7 @@ class StreamingProtocol(HttpToolsProtocol):
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def on_headers_complete(self) -> None:
+        self._num_unread = 0
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT":
             version = self.parser.get_http_version().encode()
@@ -96,7 +117,12 @@ class StreamingProtocol(HttpToolsProtocol):
             self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[literal-required]
             self._open = *(one for one in self._open if not one.response_complete), self.cycle
 
+    def on_body(self, body: bytes) -> None:
+        self._num_unread = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._num_unread = 0
         if not self._plain_head:
             super().on_message_complete()
 
