@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
 
@@ -22,6 +23,8 @@ _OF_OFFERS = (b"upgrade", b"http2-settings")
 #: bytes of a head, of what frames a body, or of what follows it, that may come without an end: the
 #: parser's time grows with their square
 _MAX_UNREAD = 64 * 1024
+#: requests of one connection that may wait for the reply to another
+_MAX_WAITING = 256
 
 
 class PieceWriter:
@@ -55,15 +58,19 @@ class StreamingProtocol(HttpToolsProtocol):
     A request that offers to go on in another protocol is answered in this one: the clients of Java
     offer h2c with every request. Replies of unknown length to clients of HTTP/1.0, which has no
     chunks, end with the connection. A client that leaves ends the request that runs, whatever it
-    has sent behind it. A head without an end is an error.
+    has sent behind it. A head without an end is an error, as are many requests that do not wait
+    for replies.
     """
 
     #: bytes since the last head or piece of a body was complete
     _num_unread = 0
     #: of the request that is read, its head without the offer; empty if it has none
     _plain_head = b""
-    #: requests without a complete reply, of which the first one runs
-    _open: tuple[RequestResponseCycle, ...] = ()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        #: requests without a complete reply, of which the first one runs
+        self._open: deque[RequestResponseCycle] = deque()
+        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -109,13 +116,17 @@ class StreamingProtocol(HttpToolsProtocol):
             lines = [b"%b %b HTTP/%b" % (method, self.url, version), *_without_offer(self.headers)]
             self._plain_head = b"\r\n".join([*lines, b"", b""])
             return
+        if len(self.pipeline) >= _MAX_WAITING:
+            raise httptools.HttpParserError("too many requests wait for the reply to another")
         if self.parser.get_http_version() == "1.0" and not self._open:
             self.app = _without_chunks(self.app)
         super().on_headers_complete()
         # The request's task, which has the same scope, begins later.
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope[_KEY] = PieceWriter(self.cycle)  # type: ignore[literal-required]
-            self._open = *(one for one in self._open if not one.response_complete), self.cycle
+            while self._open and self._open[0].response_complete:
+                self._open.popleft()
+            self._open.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_unread = 0
