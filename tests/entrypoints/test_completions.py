@@ -409,6 +409,13 @@ async def test_without_tokenizer_only_ids_are_served(
     assert scores["token_logprobs"] == [None, -0.5]
 
 
+async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx.AsyncClient) -> None:
+    body = '{"prompt": "hi", "max_tokens": 1}'.encode("utf-8-sig")
+    headers = {"content-type": "application/json; charset=utf-8"}
+    reply = await client.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == "G"
+
+
 async def test_large_bodies_are_parsed_in_a_thread(client: httpx.AsyncClient) -> None:
     reply = await complete(client, prompt="hi", max_tokens=1, padding="x" * 300_000)
     assert reply["choices"][0]["text"] == "G"
