@@ -9,10 +9,8 @@ import pytest
 
 from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, SENTENCE, FakeAsyncLLM, byte_ids
-from tests.v1.engine.tokenizer_fixture import make_character_tokenizer
 from vllm.entrypoints.openai import logprobs as lp
 from vllm.entrypoints.openai import serving_engine
-from vllm.entrypoints.openai.completion_stream import prompt_offsets
 from vllm.sampling_params import RequestOutputKind
 
 pytestmark = pytest.mark.asyncio
@@ -262,16 +260,6 @@ async def test_offsets_agree_with_an_echo_of_special_tokens(
     assert choice["logprobs"]["text_offset"] == [0, 12, 13, 13, 14, 15, 16]
 
 
-async def test_offsets_behind_a_token_that_is_not_shown() -> None:
-    """Where the first word of a text is shown without its space."""
-    tokenizer = make_character_tokenizer()
-    ids = tokenizer.encode("the the")
-    assert len(ids) == 2
-    first = tokenizer.unk_token_id
-    assert prompt_offsets(tokenizer, [first, *ids], "the the") == [0, 0, 3]
-    assert prompt_offsets(tokenizer, [first, *ids], "<unk> the the") == [0, 5, 9]
-
-
 @pytest.mark.parametrize("as_ids", [True, False])
 async def test_offsets_count_the_text(client: httpx.AsyncClient, as_ids: bool) -> None:
     body = {"max_tokens": 6, "logprobs": 0, "return_tokens_as_token_ids": as_ids}
@@ -407,13 +395,6 @@ async def test_without_tokenizer_only_ids_are_served(
     scores = reply["choices"][0]["logprobs"]
     assert scores["tokens"] == ["token_id:5", "token_id:6"] and scores["text_offset"] == [0, 0]
     assert scores["token_logprobs"] == [None, -0.5]
-
-
-async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx.AsyncClient) -> None:
-    body = '{"prompt": "hi", "max_tokens": 1}'.encode("utf-8-sig")
-    headers = {"content-type": "application/json; charset=utf-8"}
-    reply = await client.post("/v1/completions", content=body, headers=headers)
-    assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == "G"
 
 
 async def test_large_bodies_are_parsed_in_a_thread(client: httpx.AsyncClient) -> None:
