@@ -390,11 +390,6 @@ async def test_without_tokenizer_only_ids_are_served(
     reply = await complete(client, 400, prompt="hi", max_tokens=1)
     assert "--skip-tokenizer-init" in reply["error"]["message"]
     assert not engine.calls
-    reply = await complete(client, prompt=[5, 6], max_tokens=0, echo=True, logprobs=1)
-    assert reply["choices"][0]["text"] == ""
-    scores = reply["choices"][0]["logprobs"]
-    assert scores["tokens"] == ["token_id:5", "token_id:6"] and scores["text_offset"] == [0, 0]
-    assert scores["token_logprobs"] == [None, -0.5]
 
 
 async def test_large_bodies_are_parsed_in_a_thread(client: httpx.AsyncClient) -> None:
