@@ -269,13 +269,13 @@ class FakeAsyncLLM:
 
     def _position(self, token: int, num_top: int) -> dict[int, Logprob]:
         """The token itself at rank 1, then its successors; the last one has no probability."""
-        assert self.tokenizer is not None
+        tokenizer = self.tokenizer
         ids = [(token + i) % 256 for i in range(max(1, num_top))]
         return {
             t: Logprob(
                 logprob=-0.5 - i if i < 4 else -math.inf,
                 rank=i + 1,
-                decoded_token=self.tokenizer.decode([t]),
+                decoded_token=None if tokenizer is None else tokenizer.decode([t]),
             )
             for i, t in enumerate(ids)
         }

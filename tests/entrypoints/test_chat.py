@@ -89,6 +89,10 @@ async def test_logprobs(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None
     assert engine.calls[0].params.logprobs == 2
     reply = await chat(client, max_tokens=1, logprobs=True)
     assert reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+    reply = await chat(client, max_tokens=4, logprobs=True)
+    entries = reply["choices"][0]["logprobs"]["content"]
+    assert [len(entry["bytes"]) for entry in entries] == [1] * 4
+    assert bytes(sum((entry["bytes"] for entry in entries), [])).decode() == "Grü"
 
 
 async def test_token_ids_at_top_level(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:

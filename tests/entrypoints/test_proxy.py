@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from vllm.entrypoints.cli.main import main
+from vllm.entrypoints.http_protocol import StreamingProtocol
 from vllm.entrypoints.proxy.app import build_app
 from vllm.entrypoints.proxy.args import ProxyArgs
 
@@ -292,6 +294,16 @@ async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
     async with app.router.lifespan_context(app):
         await asyncio.wait_for(app(scope, receive, send), 60)  # type: ignore[arg-type]
     assert servers.stopped == [host]
+
+
+def test_connections_are_those_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that a server understands can be given the proxy's address instead."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: started.append(options))
+    argv = ["--prefill", "http://a", "--decode", "http://b", "--port", "8123"]
+    assert main(["proxy", *argv]) == 0
+    (options,) = started
+    assert options["http"] is StreamingProtocol and options["port"] == 8123
 
 
 @pytest.mark.parametrize(

@@ -165,3 +165,10 @@ async def test_http_metrics(client: httpx.AsyncClient) -> None:
     ):
         assert added[f"http_requests_total{{{labels.format(*expected)}}}"] == count
     assert 'http_request_duration_seconds_count{handler="/metrics",method="GET"}' in text
+
+
+async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx.AsyncClient) -> None:
+    body = '{"prompt": "hi", "max_tokens": 1}'.encode("utf-8-sig")
+    headers = {"content-type": "application/json; charset=utf-8"}
+    reply = await client.post("/v1/completions", content=body, headers=headers)
+    assert reply.status_code == 200 and reply.json()["choices"][0]["text"] == "G"

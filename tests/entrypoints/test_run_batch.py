@@ -114,10 +114,16 @@ def fake_start(monkeypatch: pytest.MonkeyPatch, engine: FakeAsyncLLM) -> FakeAsy
 
 
 def test_the_command(
-    fake_start: FakeAsyncLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake_start: FakeAsyncLLM,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whatever key servers started from here ask for, and with the mark of a file from Windows."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(json.dumps(completion("a")) + "\n\n{\n" + json.dumps(chat("b")))
+    lines = json.dumps(completion("a")) + "\n\n{\n" + json.dumps(chat("b"))
+    source.write_text(lines, encoding="utf-8-sig")
     flags = ["--model", "m", "--response-role", "robot"]
     assert main(["run-batch", "-i", str(source), "-o", str(target), *flags]) == 0
     found = [json.loads(line) for line in target.read_text().splitlines()]

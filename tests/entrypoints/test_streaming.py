@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: framing, chunks, usage, errors after the first byte."""
+"""Streams: framing, chunks, usage, errors after the first byte; where tokens begin in a text."""
 
 import httpx
 import pytest
 
 from tests.entrypoints.conftest import MakeClient, events
 from tests.entrypoints.fake_engine import FakeAsyncLLM
+from tests.v1.engine.tokenizer_fixture import make_character_tokenizer
+from vllm.entrypoints.openai.completion_stream import prompt_offsets
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -166,3 +168,13 @@ async def test_connector_parameters_end_each_choice(client: httpx.AsyncClient) -
     chunks = await stream(client, **body)
     given = {chunk["choices"][0]["index"]: chunk["kv_transfer_params"]["path"] for chunk in chunks}
     assert given == {0: "/0", 1: "/1", 2: "/0", 3: "/1"}
+
+
+async def test_offsets_behind_a_token_that_is_not_shown() -> None:
+    """Where the first word of a text is shown without its space."""
+    tokenizer = make_character_tokenizer()
+    ids = tokenizer.encode("the the")
+    assert len(ids) == 2
+    first = tokenizer.unk_token_id
+    assert prompt_offsets(tokenizer, [first, *ids], "the the") == [0, 0, 3]
+    assert prompt_offsets(tokenizer, [first, *ids], "<unk> the the") == [0, 5, 9]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/inference/v1/generate`: what the render routes prepared, without text."""
+"""`/inference/v1/generate`: what the render routes prepared, and scores, without text."""
 
 from __future__ import annotations
 
@@ -84,3 +84,15 @@ async def test_it_is_guarded_and_counts_as_generation(
     await generate(make_client(api_key=["k"]), 401)
     engine.vllm_config.scheduler_config.max_num_seqs = 0
     await generate(make_client(max_queued_requests=0), 503)
+
+
+async def test_prompts_are_scored_without_a_tokenizer(
+    make_client: MakeClient, engine: FakeAsyncLLM
+) -> None:
+    engine.tokenizer = None
+    body = {"prompt": [5, 6], "max_tokens": 0, "echo": True, "logprobs": 1}
+    reply = await make_client().post("/v1/completions", json=body)
+    (choice,) = reply.json()["choices"]
+    scores = choice["logprobs"]
+    assert scores["tokens"] == ["token_id:5", "token_id:6"] and scores["text_offset"] == [0, 0]
+    assert scores["token_logprobs"] == [None, -0.5] and choice["text"] == ""

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.v1.engine.tokenizer_fixture import make_tokenizer
+from tests.v1.engine.tokenizer_fixture import make_character_tokenizer, make_tokenizer
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.detokenizer import Detokenizer, StreamDecoder, WindowDecoder, whole_texts
+from vllm.v1.engine.logprobs import TokenTexts
 
 TOKENIZER = make_tokenizer()
 
@@ -54,6 +55,20 @@ def test_a_character_appears_only_when_complete():
     assert len(ids) == 9  # bytes
     detokenizer = Detokenizer(TOKENIZER, [], SamplingParams())
     assert feed(detokenizer, ids)[0] == ["", "é", "", "", "漢", "", "", "", "🙂"]
+
+
+def test_a_word_keeps_its_space_except_at_the_beginning_of_a_text():
+    tokenizer = make_character_tokenizer()
+    ids = tokenizer.encode("the the the")
+    assert len(ids) == 3 and tokenizer.decode(ids) == "the the the"
+    texts = TokenTexts(tokenizer)
+    assert [texts.get(one) for one in ids] == [" the"] * 3
+    assert texts.get(tokenizer.convert_tokens_to_ids("the")) == "the"
+    bad = tokenizer.convert_tokens_to_ids(["<0xC9>", "<0xC9>"])
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams())
+    feed(detokenizer, [*ids, *bad, *ids])
+    assert detokenizer.text.startswith("the the the")
+    assert detokenizer.text.endswith(" the the the")
 
 
 def test_bytes_that_are_no_text_do_not_break_the_stream():

@@ -183,7 +183,7 @@ def test_prompt_logprobs_are_made_at_the_first_look(tokenizer, monkeypatch, kind
     assert decodes.num_decoded == 0 and first.num_logprobs == 4
     copied = pickle.loads(pickle.dumps(first))
     num_decoded = decodes.num_decoded
-    assert num_decoded == 3  # tokens 2, 3, 3, 4
+    assert num_decoded == 4  # tokens 2, 3, 3, 4, and what they stand behind
     rows = first.prompt_logprobs
     assert rows is first.prompt_logprobs and copied.prompt_logprobs == rows
     assert rows[0] is None and [list(row) for row in rows[1:]] == [[2, 3], [3, 4]]

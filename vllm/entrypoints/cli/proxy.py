@@ -23,8 +23,16 @@ class ProxyCommand(CLISubcommand):
     def run(self, args: argparse.Namespace) -> int:
         import uvicorn
 
+        from vllm.entrypoints.http_protocol import StreamingProtocol
         from vllm.entrypoints.proxy.app import build_app
 
         given = from_namespace(ProxyArgs, args)
-        uvicorn.run(build_app(given), host=given.host, port=given.port, access_log=False)
+        uvicorn.run(
+            build_app(given),
+            http=StreamingProtocol,
+            ws="none",
+            host=given.host,
+            port=given.port,
+            access_log=False,
+        )
         return 0

@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,8 @@ class RunBatchCommand(CLISubcommand):
             raise VLLMValidationError(f"--input-file {source}: no such file", "input_file")
         if target.exists() and target.samefile(source):
             raise VLLMValidationError("--output-file must not be the input file", "output_file")
-        front_end = from_namespace(FrontEndArgs, args)
+        # Nobody but this command sends requests, and it has no key.
+        front_end = replace(from_namespace(FrontEndArgs, args), api_key=[])
         counts = asyncio.run(_run(args, front_end, source, target))
         print(f"{counts.lines} requests, {counts.errors} of them with an error: {target}")
         return 0

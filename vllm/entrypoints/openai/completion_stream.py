@@ -74,16 +74,16 @@ def prompt_offsets(
     """Where the tokens `[n]` of an echoed prompt begin in `text`.
 
     A special token has no width unless the text shows it: the tokenizer may have added it, or the
-    text may be a decoding without it.
+    text may be a decoding without it. Then the text of those behind does not depend on it either.
     """
     special = set(tokenizer.all_special_ids)
     decoder = make_decoder(tokenizer, [], SamplingParams(skip_special_tokens=False))
     offsets, end = [], 0
     for token_id in token_ids:
         offsets.append(min(end, len(text)))
-        piece = decoder.decode(token_id)
-        if token_id not in special or text.startswith(piece, end):
-            end += len(piece)
+        if token_id in special and not text.startswith(str(tokenizer.decode([token_id])), end):
+            continue
+        end += len(decoder.decode(token_id))
     return offsets
 
 

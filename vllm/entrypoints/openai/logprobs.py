@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logprobs in the two shapes of the OpenAI API."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.openai.protocol.completion import CompletionLogprobs
+from vllm.entrypoints.openai.token_bytes import token_bytes
 from vllm.logprobs import Logprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: JSON has no -inf; clients compare with this figure
 _FLOOR = -9999.0
@@ -56,12 +62,14 @@ def completion_logprobs(
     return reply
 
 
-def _chat_entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+def _chat_entry(
+    token_id: int, entry: Logprob, as_ids: bool, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, Any]:
     text = token_text(token_id, entry, as_ids)
     return {
         "token": text,
         "logprob": _finite(entry.logprob),
-        "bytes": list(text.encode("utf-8", errors="replace")),
+        "bytes": token_bytes(tokenizer, token_id, text),
     }
 
 
@@ -71,17 +79,18 @@ def chat_logprobs(
     *,
     num_top: int,
     as_ids: bool,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> dict[str, Any]:
     """`{"content": [...]}` with one entry per token [n] and its `num_top` best alternatives.
 
-    `num_top` -1 lists the whole vocabulary.
+    `num_top` -1 lists the whole vocabulary. `tokenizer` knows the bytes of incomplete characters.
     """
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
         ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
         top = ranked if num_top < 0 else ranked[:num_top]
-        entry = _chat_entry(token_id, position[token_id], as_ids)
-        entry["top_logprobs"] = [_chat_entry(t, e, as_ids) for t, e in top]
+        entry = _chat_entry(token_id, position[token_id], as_ids, tokenizer)
+        entry["top_logprobs"] = [_chat_entry(t, e, as_ids, tokenizer) for t, e in top]
         content.append(entry)
     return {"content": content}
 

@@ -7,6 +7,7 @@ The lines go through the server's own application, so they are checked and answe
 from __future__ import annotations
 
 import asyncio
+import codecs
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -137,8 +138,9 @@ def _output_line(custom_id: str | None, status: int, body: dict[str, Any]) -> di
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines that are not empty."""
+    """The lines that are not empty, without the byte order mark of a file."""
     with path.open("rb") as file:
         for line in file:
+            line = line.removeprefix(codecs.BOM_UTF8)
             if line.strip():
                 yield line

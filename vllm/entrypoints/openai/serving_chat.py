@@ -235,6 +235,7 @@ class ServingChat(OpenAIServing):
             completion.logprobs or (),
             num_top=request.top_logprobs or 0,
             as_ids=self.tokens_as_ids(request),
+            tokenizer=self.renderer.tokenizer,
         )
 
     def _choice(

@@ -135,7 +135,11 @@ class ServingCompletion(OpenAIServing):
         if not request.echo:
             return [Echo()] * len(planned)
 
+        tokenizer = self.renderer.tokenizer
+
         async def echo(prompt: RenderedPrompt) -> Echo:
+            if tokenizer is None:
+                return Echo("", [0] * len(prompt.token_ids))
             if prompt.text is not None and request.truncate_prompt_tokens is None:
                 text = prompt.text
             else:
@@ -144,7 +148,6 @@ class ServingCompletion(OpenAIServing):
                 )
             if request.logprobs is None:
                 return Echo(text)
-            tokenizer = self.renderer.require_tokenizer("echo")
             return Echo(
                 text,
                 await self.renderer.run(prompt_offsets, tokenizer, prompt.token_ids, text),

@@ -5,7 +5,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.logprobs import TokenTexts
 from vllm.v1.engine.output_stream import TakeText
 
 logger = init_logger(__name__)
@@ -123,6 +124,7 @@ class OpenAIServing:
         self.renderer = renderer
         self.options = options
         self.limits = options.limits
+        self._texts = TokenTexts(renderer.tokenizer)
 
     def tokens_as_ids(self, request: GenerationRequest) -> bool:
         """Whether logprobs show `token_id:N`; the request's word counts before the server's."""
@@ -131,10 +133,8 @@ class OpenAIServing:
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token; its id where the server has no tokenizer."""
-        tokenizer = self.renderer.tokenizer
-        if tokenizer is None:
-            return f"token_id:{token_id}"
-        return cast(str, tokenizer.decode([token_id]))
+        text = self._texts.get(token_id)
+        return f"token_id:{token_id}" if text is None else text
 
     def truncation(self, request: GenerationRequest, max_tokens: int | None) -> Truncation:
         """How the request wants its prompt cut if it is too long."""

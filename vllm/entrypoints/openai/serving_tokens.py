@@ -123,6 +123,7 @@ def _choice(params: SamplingParams, completion: CompletionOutput) -> TokenChoice
             completion.logprobs or (),
             num_top=params.logprobs,
             as_ids=True,
+            tokenizer=None,
         )
     return TokenChoice(
         index=completion.index,

@@ -72,8 +72,10 @@ class StreamDecoder(TokenDecoder):
         except Exception as error:
             if "Invalid prefix encountered" not in str(error):
                 raise
-            # the stream gives up on byte sequences that are no text at all; start afresh
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            # The stream gives up on byte sequences that are no text at all. Start afresh, but not
+            # at the beginning of a text, where decoders of SentencePiece would drop a space.
+            before = self._tokenizer.encode("a", add_special_tokens=False).ids
+            self._stream = DecodeStream(ids=before, skip_special_tokens=self._skip_special_tokens)
             return self._stream.step(self._tokenizer, token_id) or ""
 
 

@@ -15,21 +15,40 @@ if TYPE_CHECKING:
 
 
 class TokenTexts:
-    """Text of single tokens, decoded once."""
+    """Text of single tokens within a text, decoded once: at its beginning, decoders of
+    SentencePiece would drop the space of a token, and two tokens have one text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[int, str] = {}
+        #: what tokens are decoded behind
+        self._before: list[int] = []
+        self._text_before: str | None = None
+        if tokenizer is not None:
+            self._before = tokenizer.encode("a", add_special_tokens=False)
 
     def get(self, token_id: int) -> str | None:
+        """None where there is no tokenizer."""
         if self._tokenizer is None:
             return None
         text = self._texts.get(token_id)
         if text is None:
-            decoded = self._tokenizer.decode([token_id])
-            assert isinstance(decoded, str)
-            text = self._texts[token_id] = decoded
+            text = self._texts[token_id] = self._within(self._tokenizer, token_id)
         return text
+
+    def _within(self, tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+        if self._text_before is None:
+            self._text_before = _decode(tokenizer, self._before)
+        text = _decode(tokenizer, [*self._before, token_id])
+        if text.startswith(self._text_before):
+            return text.removeprefix(self._text_before)
+        return _decode(tokenizer, [token_id])
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    text = tokenizer.decode(token_ids)
+    assert isinstance(text, str)
+    return text
 
 
 class PendingPromptLogprobs:

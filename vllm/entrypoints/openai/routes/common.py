@@ -2,6 +2,7 @@
 """From an HTTP request to a serving object and back."""
 
 import asyncio
+import codecs
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -74,7 +75,8 @@ async def parse_body(request: Request, model: type[Body]) -> Body:
 def _parse(model: type[Body], data: bytes) -> Body:
     """As `parse_body`, in any thread: a body may hold more mistakes than the loop has time for."""
     try:
-        return model.model_validate_json(data)
+        # Editors of Windows begin files with the mark, which parsers may ignore (RFC 8259, 8.1).
+        return model.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         described = describe(error)
     raise described
