@@ -131,6 +131,25 @@ def test_stop_string_at_the_last_token_needs_no_abort(tokenizer):
     assert final.outputs[0].finish_reason == "stop" and final.kv_transfer_params == {"path": "x"}
 
 
+@pytest.mark.parametrize("core_sees_stops", [False, True])
+def test_drafts_after_a_stop_string_were_not_accepted(tokenizer, core_sees_stops):
+    """A step accepted six drafts in a row, and the string ends with the second or the last of them
+    or with the token that followed them; what later steps did is not the reply's."""
+    first, *run = tokenizer.encode("the quick brown fox")[:1] + tokenizer.encode("abcdefg")[-7:]
+    assert len(run) == 7
+    for kept, expected in ((2, (3, 9)), (6, (7, 5)), (7, (7, 5))):
+        processor = OutputProcessor(tokenizer, core_sees_stops=core_sees_stops)
+        add(processor, stop=["abcdefg"[kept - 1]], max_tokens=100)
+        send(processor, [first], num_drafts=(1, 2))
+        processed = send(processor, run, num_drafts=(7, 5))
+        if core_sees_stops:
+            processed = send(processor, [], finish_reason=FinishReason.STOP, num_drafts=(9, 12))
+        [final] = processed.request_outputs
+        [completion] = final.outputs
+        assert len(completion.token_ids) == 1 + kept and completion.finish_reason == "stop"
+        assert completion.num_drafts == expected
+
+
 def test_logprobs_become_dicts_with_text(tokenizer):
     processor = start(tokenizer, logprobs=2, prompt_logprobs=1)
     assert (

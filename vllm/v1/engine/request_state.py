@@ -115,11 +115,11 @@ class RequestState:
         if output.num_cached_tokens is not None:
             self.stats.num_cached_tokens = output.num_cached_tokens
             self._receipt().take(output.num_cached_tokens, output.cache_report)
-        if output.num_drafts is not None:
-            self._num_drafts = output.num_drafts
         self.error = output.error
         if self._stop is not None:
             return 0
+        if output.num_drafts is not None:
+            self._num_drafts = output.num_drafts
         if output.new_prompt_logprobs is not None:
             self._logprobs.add_prompt(output.new_prompt_logprobs)
         before = len(self._token_ids)
@@ -127,6 +127,11 @@ class RequestState:
             output.new_token_ids, output.finish_reason is FinishReason.STOP
         )
         added = len(self._token_ids) - before
+        if self._stop is not None and self._num_drafts is not None:
+            # Of a step's tokens the last is no draft.
+            unused = max(len(output.new_token_ids) - added - 1, 0)
+            accepted, rejected = self._num_drafts
+            self._num_drafts = (accepted - unused, rejected + unused)
         if output.new_logprobs is not None:
             self._logprobs.add_sample(output.new_logprobs, added)
         return added

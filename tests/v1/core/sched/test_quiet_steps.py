@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import fields
 
@@ -188,6 +189,27 @@ def test_accepted_drafts_are_counted_by_position():
                 drafted[position] += count
     assert drafts == verified == sum(drafted) > 0
     assert accepted[0] >= accepted[1] > 0
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_past_the_end_were_not_accepted(async_scheduling):
+    """The device knows some stop tokens only, so that a run of accepted drafts may go on after
+    one."""
+    prompt, counts = prompt_of(1, 9), []
+    tokens = expected_tokens(prompt, SamplingParams(max_tokens=20, ignore_eos=True))
+    for last in range(2, 20):
+        driver = Driver(make_scheduler(num_drafts=5, async_scheduling=async_scheduling))
+        request = make_request("a", prompt, max_tokens=40, stop_token_ids=[tokens[last]])
+        driver.add(request)
+        driver.run()
+        assert driver.tokens["a"] == tokens[: last + 1]
+        counts.append((request.num_accepted_drafts, request.num_verified_drafts))
+        assert driver.finished["a"].num_drafts == request.draft_counts
+    accepted, verified = ([both[i] for both in counts] for i in (0, 1))
+    # One token more is at most one draft more, and of a run all tokens but the last are drafts.
+    assert {b - a for a, b in itertools.pairwise(accepted)} == {0, 1}
+    assert all(a <= last for last, a in enumerate(accepted, 2))
+    assert sorted(set(verified)) == list(dict.fromkeys(verified)) and len(set(verified)) > 3
 
 
 def test_a_stop_token_below_the_minimum_goes_on():

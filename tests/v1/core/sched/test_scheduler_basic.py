@@ -8,6 +8,7 @@ import random
 import pytest
 
 from tests.v1.core.sched.helpers import Driver, make_kv_cache_config, make_request, make_scheduler
+from tests.v1.core.state_cases import full, kv_config, recurrent
 from tests.v1.engine.fakes import EOS, expected_tokens, make_vllm_config, next_token
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
@@ -250,6 +251,35 @@ def test_request_that_can_never_fit_ends_with_an_error(chunk):
     assert driver.reason("held") is FinishReason.ERROR
     assert "does not fit" in driver.finished["held"].error
     assert scheduler.requests == {} and scheduler.kv_cache_manager.usage == 0
+
+
+def test_request_that_needs_all_memory_starts_over_if_its_pages_are_shared(caplog):
+    """The third request fits, alone, into the pages that its blocks need. It began while there were
+    others, whose cached blocks fill what its pages have left, where no other group can use it."""
+    memory = kv_config([full(), full(head_size=128), recurrent()], 8, [10, 5, 2])
+    options = {"max_model_len": 256, "max_num_batched_tokens": 16, "max_num_seqs": 3}
+    driver, requests = Driver(make_scheduler(memory, policy="priority", **options)), []
+    sizes = [(1, 200, 42, 5, 40), (1, 200, 25, 5, 3), (0, 200, 34, 30, 2), (0, 160, 46, 2, 0)]
+    for i, (seed, shared, own, count, num_steps) in enumerate([*sizes, (0, 100, 21, 60, 0)]):
+        prompt, fields = prompt_of(seed, shared) + prompt_of(i + 10, own), {"max_tokens": count}
+        requests.append(make_request(f"r{i}", prompt, arrival=i, ignore_eos=True, **fields))
+        driver.add(requests[-1])
+        for _ in range(num_steps):
+            driver.step()
+    scheduler = driver.scheduler
+    while scheduler.has_requests() and "r2 starts over" not in caplog.text:
+        driver.step()
+    # This one would come first; but r2 had had its turn, and lets no one in before its end.
+    requests.append(make_request("late", prompt_of(9, 20), priority=-1))
+    driver.add(requests[-1])
+    while not requests[2].is_finished:
+        assert set(driver.step().num_scheduled_tokens) == {"r2"}
+    driver.run()
+    for one in requests:
+        assert driver.finished[one.request_id].error is None
+        wanted = expected_tokens(one.prompt_token_ids, one.sampling_params, 256)
+        assert driver.tokens[one.request_id] == wanted
+    assert scheduler.kv_cache_manager.usage == 0
 
 
 def test_results_must_come_back_in_order():

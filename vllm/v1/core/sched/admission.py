@@ -43,10 +43,18 @@ class _Prefix:
 class SchedulerAdmission(SchedulerResults):
     """Starts waiting requests within a step's tokens and the free blocks."""
 
+    #: the request that has the memory for itself until its end
+    _starting_over: Request | None = None
+
     def _schedule_waiting(self, step: StepPlan) -> None:
         """Start waiting requests in the order of the queue. Those of another placement are passed
         over: a place is kept for each until its turn. Behind one that found no room, or whose
         placement has no memory yet, none starts."""
+        alone = self._starting_over
+        if alone is not None and alone.is_finished:
+            alone = self._starting_over = None
+        if alone is not None and alone.status is RequestStatus.RUNNING:
+            return
         skipped: list[Request] = []
         num_passed_over = 0
         # Workers still keep a row for each request that awaits its stop.
@@ -59,6 +67,9 @@ class SchedulerAdmission(SchedulerResults):
             and len(self.running) + num_passed_over < max_running
         ):
             request = self.waiting.peek()
+            if alone is not None and request is not alone:
+                skipped.append(self.waiting.pop())
+                continue
             if request.awaits_placement:
                 break
             if request.placement != step.placement:

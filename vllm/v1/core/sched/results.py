@@ -210,6 +210,14 @@ class SchedulerResults(SchedulerState):
             self._settle(request, num_drafts, len(tokens))
         else:
             request.num_output_placeholders -= 1
+        kept = self._append(request, tokens)
+        # Workers do not know all that ends a request. Of the tokens they sampled the last is no
+        # draft, and no other that is past the end became output.
+        request.num_accepted_drafts -= max(len(tokens) - len(kept) - 1, 0)
+        return kept
+
+    def _append(self, request: Request, tokens: list[int]) -> list[int]:
+        """Append `tokens` as far as they count; returns these."""
         for position, token in enumerate(tokens):
             if self.counts_drafts and request.output_token_ids:
                 self._counters.add_drafts(1, int(token == request.output_token_ids[-1]))

@@ -6,12 +6,15 @@ from __future__ import annotations
 from operator import attrgetter
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.admission import SchedulerAdmission
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.step_plan import DecodeSet, StepPlan, drafts_of
 from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
 
 
 class Scheduler(SchedulerAdmission):
@@ -156,11 +159,24 @@ class Scheduler(SchedulerAdmission):
         if self.kv_cache_manager.pins.release_next() or self._release_received(request):
             return
         victim = self.running[-1]
-        if victim is request and self._is_only_holder(request):
+        if victim is not request or not self._is_only_holder(request):
+            self._preempt_last()
+        elif request is self._starting_over:
             self.running.pop()
             self._fail(request, "the request does not fit the KV cache, even alone")
         else:
-            self._preempt_last()
+            self._start_over(request)
+
+    def _start_over(self, request: Request) -> None:
+        """Compute a request again that holds all there is. Its blocks lie in more pages than it
+        needs, among those of others that were there before it; in an empty memory, and without
+        others until its end, they lie close together."""
+        logger.warning(
+            "request %s starts over: it needs the KV cache for itself", request.request_id
+        )
+        self._preempt_last()
+        self.caches.reset_prefix_cache()
+        self._starting_over = request
 
     # ---- output --------------------------------------------------------------------------------
 
