@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from python_library import library_files
 from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,8 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sampl
     if path.suffix != ".jsonl":
         yield _from_text(text, tokenizer)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: texts hold characters that it takes for ends of lines.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield _from_json(line, f"{path}:{number}", tokenizer)
 
@@ -94,14 +96,27 @@ def _from_json(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> Sam
             "for conversations, run `speculators prepare-data` and export its rows"
         )
     if "text" in row:
+        if not isinstance(row["text"], str):
+            raise SystemExit(f"error: {where}: text must be a string, not {row['text']!r:.60}")
         return _from_text(row["text"], tokenizer)
     token_ids = row["input_ids"]
+    if not _are_counts(token_ids):
+        raise SystemExit(f"error: {where}: input_ids must be a list of token ids")
     loss_mask = row.get("loss_mask", [1] * len(token_ids))
+    if not _are_counts(loss_mask) or max(loss_mask, default=0) > 1:
+        raise SystemExit(f"error: {where}: loss_mask must be a list of 0 and 1")
     if len(loss_mask) != len(token_ids):
         raise SystemExit(
             f"error: {where} has {len(token_ids)} input_ids, but a loss_mask of {len(loss_mask)}"
         )
-    return Sample(token_ids, loss_mask)
+    return Sample(token_ids, [int(counts) for counts in loss_mask])
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether these are a list of integers, none of them negative."""
+    return isinstance(values, list) and all(
+        isinstance(value, int) and value >= 0 for value in values
+    )
 
 
 def _cut(document: Sample, seq_length: int) -> Iterator[Sample]:
