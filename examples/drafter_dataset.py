@@ -64,6 +64,11 @@ class DrafterDataset:
     def is_prepared(self) -> bool:
         return self._settings_file.is_file()
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether hidden states of any sample are there."""
+        return next((self.path / "hidden_states").glob("hs_*.safetensors"), None) is not None
+
     def prepare(self, settings: Settings, samples: list[Sample]) -> None:
         """Write everything but the hidden states; the settings last, as they mark completion.
 

@@ -26,6 +26,8 @@ from tqdm import tqdm
 from training_text import find_files, read_samples
 from transformers import AutoConfig, AutoTokenizer
 
+from vllm.exceptions import VLLMValidationError
+
 try:
     from drafter_dataset import DrafterDataset, Settings
 except ModuleNotFoundError as error:
@@ -100,13 +102,17 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def prepare(dataset: DrafterDataset, settings: Settings, inputs: list[Path]) -> None:
-    """Write the dataset's text part, or check that what is there belongs to the same settings."""
-    if dataset.is_prepared:
+    """Write the dataset's text part, or check that what is there belongs to the same settings.
+
+    Text without any rows yet is written anew: what was wrong with it may have been put right.
+    """
+    if dataset.is_prepared and dataset.has_rows:
         dataset.check_settings(settings)
         return
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     files = tqdm(find_files(inputs), desc="reading", unit="file", leave=False)
-    samples = read_samples(files, tokenizer, settings.seq_length, settings.samples)
+    vocab_size = AutoConfig.from_pretrained(settings.model).get_text_config().vocab_size
+    samples = read_samples(files, tokenizer, settings.seq_length, settings.samples, vocab_size)
     dataset.prepare(settings, samples)
 
 
@@ -197,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
         return 130
+    except (OSError, VLLMValidationError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

@@ -46,13 +46,20 @@ def find_files(inputs: list[Path], seed: int = 0) -> list[Path]:
 
 
 def read_samples(
-    files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, seq_length: int, limit: int
+    files: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    limit: int,
+    vocab_size: int | None = None,
 ) -> list[Sample]:
-    """At most `limit` samples of at most `seq_length` tokens; reads no more files than needed."""
+    """At most `limit` samples of at most `seq_length` tokens; reads no more files than needed.
+
+    `vocab_size`: rows with token ids from there on are an error.
+    """
     pieces = (
         piece
         for path in files
-        for document in _documents(path, tokenizer)
+        for document in _documents(path, tokenizer, vocab_size)
         for piece in _cut(document, seq_length)
     )
     samples = list(islice(pieces, limit))
@@ -61,7 +68,9 @@ def read_samples(
     return samples
 
 
-def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+def _documents(
+    path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> Iterator[Sample]:
     """A text file is one document; each line of a JSONL file is one."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -76,7 +85,7 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sampl
     # Not `splitlines`: texts hold characters that it takes for ends of lines.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield _from_json(line, f"{path}:{number}", tokenizer)
+            yield _from_json(line, f"{path}:{number}", tokenizer, vocab_size)
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -84,7 +93,9 @@ def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(token_ids, [1] * len(token_ids))
 
 
-def _from_json(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_json(
+    line: str, where: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> Sample:
     """`{"text": ...}`, or `{"input_ids": [...]}` with an optional `"loss_mask"`."""
     try:
         row = json.loads(line)
@@ -102,6 +113,8 @@ def _from_json(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> Sam
     token_ids = row["input_ids"]
     if not _are_counts(token_ids):
         raise SystemExit(f"error: {where}: input_ids must be a list of token ids")
+    if vocab_size is not None and (worst := max(token_ids, default=0)) >= vocab_size:
+        raise SystemExit(f"error: {where}: token id {worst} in a vocabulary of {vocab_size}")
     loss_mask = row.get("loss_mask", [1] * len(token_ids))
     if not _are_counts(loss_mask) or max(loss_mask, default=0) > 1:
         raise SystemExit(f"error: {where}: loss_mask must be a list of 0 and 1")

@@ -292,6 +292,19 @@ def test_a_full_disk_leaves_no_half_of_a_dataset(
     assert len(prepared(tmp_path)) == 3
 
 
+def test_text_without_rows_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed before its first sample may be put right, its settings too."""
+    prepared(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(extract_hidden_states, "engine_for", fails)
+    with pytest.raises(SystemExit, match="error: .*No space left on device"):
+        extract_hidden_states.main(flags(tmp_path, samples=2))
+    assert len(DrafterDataset(tmp_path)) == 2
+
+
 def test_what_a_server_captured_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "capture.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"collect_capture.py makes a dataset"):

@@ -58,6 +58,7 @@ def test_jsonl_keeps_masks(tmp_path: Path) -> None:
         ('{"text": ""}', "no piece of at least 8 tokens"),
         ('{"text": null}', "rows.jsonl:1: text must be a string"),
         ('{"input_ids": [1, "2"]}', "rows.jsonl:1: input_ids must be a list of token ids"),
+        ('{"input_ids": [1, 300, 2]}', "rows.jsonl:1: token id 300 in a vocabulary of 256"),
         ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "rows.jsonl:1: loss_mask must be a list of"),
     ],
 )
@@ -65,7 +66,7 @@ def test_bad_rows(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(line)
     with pytest.raises(SystemExit, match=reason):
-        read_samples([file], TOKENIZER, 64, 5)
+        read_samples([file], TOKENIZER, 64, 5, vocab_size=256)
 
 
 def test_inputs_are_files_and_directories(tmp_path: Path) -> None:
