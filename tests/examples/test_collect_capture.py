@@ -58,3 +58,7 @@ def test_nothing_to_collect(tmp_path: Path) -> None:
     capture(tmp_path, [])
     with pytest.raises(SystemExit, match="nothing was captured"):
         collect_capture.collect(tmp_path)
+    capture(tmp_path, [(6, 2)])
+    (tmp_path / "hidden_states" / "hs_0.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"error: .*hs_0.safetensors"):
+        collect_capture.main([str(tmp_path)])

@@ -238,8 +238,10 @@ class LiveSaver(RowSaver):
             event.synchronize()
             tensors = {**rows.tensors, "token_ids": save.token_ids}
             self._dataset.add(tensors, save.num_prompt, self._copier.format.metadata)
-        except Exception:
-            logger.exception("request %s: its hidden states were not captured", save.req_id)
+        except Exception as error:
+            # Of a full disk, which every request that comes meets, one line.
+            trace = None if isinstance(error, OSError) else error
+            logger.error("request %s is not captured: %s", save.req_id, error, exc_info=trace)
             with self._lock:
                 self._promised -= num_bytes
                 self._stats.drop(FAILED)
