@@ -131,7 +131,7 @@ class RingWriter:
         with self._ring.lock():
             self._ring.set_cursor(CLOSED, 1)
             head, tail, _, _ = self._ring.cursors()
-            if head == tail:
+            if head == tail and self._ring.is_at(self._path):
                 os.unlink(self._path)
         _writers.discard(self)
         self.close_files()
