@@ -67,7 +67,10 @@ class LiveDataset:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another server captures into {path}") from None
+            raise ValueError(
+                f"another server captures into {path}, or another replica of this one: start a "
+                "server with a directory of its own for each"
+            ) from None
         for left in self._files.glob(".*.partial"):  # of writers that were killed
             left.unlink()
         said = path / "capture.json"
