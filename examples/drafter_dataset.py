@@ -39,7 +39,8 @@ from vllm.hidden_states_storage import read_hidden_states
 class Settings:
     """What decides the content of a dataset; a run can be continued only with the same ones.
 
-    `layers` is None where a server chose them and the user did not say which.
+    `layers` is None where a server chose them and the user did not say which, `weights`, a digest
+    of the checkpoint's files, where they are not known here.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Settings:
     seq_length: int
     samples: int
     inputs: list[str]
+    weights: str | None = None
 
 
 class DrafterDataset:
@@ -105,7 +107,8 @@ class DrafterDataset:
         """SystemExit unless the dataset was started with these settings."""
         stored = json.loads(self._settings_file.read_text())
         for name, value in asdict(settings).items():
-            if stored.get(name) != value:
+            # Datasets of earlier versions do not say of which weights they are.
+            if stored.get(name) != value and (name in stored or name != "weights"):
                 raise SystemExit(
                     f"error: {self.path} was started with {name} {stored.get(name)}, not {value}; "
                     "continue with the same settings, or choose another --output"

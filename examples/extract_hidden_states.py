@@ -13,6 +13,8 @@ and its files must be reachable under the same path from here.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -26,6 +28,7 @@ from tqdm import tqdm
 from training_text import find_files, read_samples
 from transformers import AutoConfig, AutoTokenizer
 
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import tail_digest
 from vllm.exceptions import VLLMValidationError
 
 try:
@@ -98,7 +101,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
         seq_length=args.seq_length,
         samples=args.samples,
         inputs=[str(path.resolve()) for path in args.inputs],
+        weights=None if args.server else weights_digest(Path(args.model)),
     )
+
+
+def weights_digest(model: Path) -> str | None:
+    """Of a checkpoint that lies in a directory: its files may be others when a run is continued."""
+    files = [tail_digest(path) for path in sorted(model.glob("*.safetensors"))]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16] if files else None
 
 
 def prepare(dataset: DrafterDataset, settings: Settings, inputs: list[Path]) -> None:

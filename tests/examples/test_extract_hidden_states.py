@@ -14,7 +14,7 @@ import datasets
 import extract_hidden_states
 import pytest
 import torch
-from drafter_dataset import DrafterDataset, problem_in
+from drafter_dataset import DrafterDataset, Settings, problem_in
 from example_process import TRAINED, assert_gone, children, run, start, wait_for
 from extraction_engines import extraction_config
 from safetensors.torch import load_file, save_file
@@ -31,6 +31,7 @@ LAYERS = [2, 4, 5, 8]
 HIDDEN = 256
 MEMORY = 64 << 20
 RELATIVE_ERROR = 1e-4
+MADE_UP = Settings("m", "server", None, 2, 3, [])
 
 
 def flags(path: Path, in_flight: int = 8, samples: int = SAMPLES) -> list[str]:
@@ -238,11 +239,10 @@ def test_two_runs_do_not_share_a_directory(copy: Path) -> None:
             extract_hidden_states.main(flags(copy))
 
 
-def prepared(path: Path) -> DrafterDataset:
+def prepared(path: Path, settings: Settings = MADE_UP) -> DrafterDataset:
     """A dataset of three samples whose hidden states are missing."""
     dataset = DrafterDataset(path)
     samples = [Sample([10 * n + 1, 10 * n + 2], [1, 1]) for n in range(3)]
-    settings = extract_hidden_states.Settings("m", "server", None, 2, 3, [])
     dataset.prepare(settings, samples)
     (path / "hidden_states").mkdir(exist_ok=True)
     return dataset
@@ -290,6 +290,21 @@ def test_a_full_disk_leaves_no_half_of_a_dataset(
             prepared(tmp_path)
     assert not DrafterDataset(tmp_path).is_prepared
     assert len(prepared(tmp_path)) == 3
+
+
+def test_weights_that_changed_do_not_continue(tmp_path: Path) -> None:
+    """A model trained further under its old name: one dataset would have rows of two models."""
+    model = tmp_path / "model"
+    shutil.copytree(TRAINED, model)
+    arguments = [*flags(tmp_path / "data"), "--model", str(model)]
+    settings = extract_hidden_states.settings_of(extract_hidden_states.parse_arguments(arguments))
+    dataset = prepared(tmp_path / "data", settings)
+    stored(dataset.file_of(0), [1, 2])
+    dataset.check_settings(settings)
+    [file] = model.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(SystemExit, match="was started with weights"):
+        extract_hidden_states.main(arguments)
 
 
 def test_text_without_rows_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
