@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="what --capture-live-path named")
     path = parser.parse_args(arguments).path
-    print(f"{path}: {collect(path)} samples")
+    try:
+        print(f"{path}: {collect(path)} samples")
+    except OSError as error:
+        raise SystemExit(f"error: {error}") from error
     return 0
 
 

@@ -39,7 +39,8 @@ from vllm.hidden_states_storage import read_hidden_states
 class Settings:
     """What decides the content of a dataset; a run can be continued only with the same ones.
 
-    `layers` is None where a server chose them and the user did not say which.
+    `layers` is None where a server chose them and the user did not say which, `weights`, a digest
+    of the checkpoint's files, where they are not known here.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Settings:
     seq_length: int
     samples: int
     inputs: list[str]
+    weights: str | None = None
 
 
 class DrafterDataset:
@@ -57,33 +59,56 @@ class DrafterDataset:
         self.path = path
         self.staging = path / "hidden_states" / ".staging"
         self._settings_file = path / "extraction.json"
+        #: of the rows of the first sample that was looked at
+        self._form: str | None = None
 
     @property
     def is_prepared(self) -> bool:
         return self._settings_file.is_file()
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether hidden states of any sample are there."""
+        return next((self.path / "hidden_states").glob("hs_*.safetensors"), None) is not None
+
     def prepare(self, settings: Settings, samples: list[Sample]) -> None:
-        """Write everything but the hidden states; the settings last, as they mark completion."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Write everything but the hidden states; the settings last, as they mark completion.
+
+        Each file gets its name when it is whole: a trainer may have an older version of it open.
+        """
+        new = self.path / ".preparing"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        try:
+            self._write_text(new, settings, samples)
+            last = self._settings_file.name
+            for file in sorted(new.iterdir(), key=lambda file: (file.name == last, file.name)):
+                os.replace(file, self.path / file.name)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+
+    def _write_text(self, path: Path, settings: Settings, samples: list[Sample]) -> None:
         datasets.disable_progress_bars()
         columns: dict[str, list[Any]] = {
             "input_ids": [sample.token_ids for sample in samples],
             "loss_mask": [sample.loss_mask for sample in samples],
             "seq_len": [len(sample.token_ids) for sample in samples],
         }
-        datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(self.path)
+        datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(path)
         counts: Counter[int] = Counter()
         for sample in samples:
             pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
             counts.update(token for token, counted in pairs if counted)
-        torch.save(dict(counts), self.path / "token_freq.pt")
-        self._settings_file.write_text(json.dumps(asdict(settings), indent=1) + "\n")
+        torch.save(dict(counts), path / "token_freq.pt")
+        text = json.dumps(asdict(settings), indent=1) + "\n"
+        (path / self._settings_file.name).write_text(text)
 
     def check_settings(self, settings: Settings) -> None:
         """SystemExit unless the dataset was started with these settings."""
         stored = json.loads(self._settings_file.read_text())
         for name, value in asdict(settings).items():
-            if stored.get(name) != value:
+            # Datasets of earlier versions do not say of which weights they are.
+            if stored.get(name) != value and (name in stored or name != "weights"):
                 raise SystemExit(
                     f"error: {self.path} was started with {name} {stored.get(name)}, not {value}; "
                     "continue with the same settings, or choose another --output"
@@ -93,6 +118,11 @@ class DrafterDataset:
     def writing(self) -> Iterator[None]:
         """Exclusive use of the directory, with an empty staging directory inside it."""
         self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / "capture.json").exists():
+            raise SystemExit(
+                f"error: {self.path} holds what a server captured, of which collect_capture.py "
+                "makes a dataset; choose another --output"
+            )
         with (self.path / ".lock").open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,17 +162,31 @@ class DrafterDataset:
         return self.path / "hidden_states" / f"hs_{index}.safetensors"
 
     def is_finished(self, index: int) -> bool:
-        """Whether the sample's file opens and has a row per token; reads no rows."""
+        """Whether the sample's file opens, is of its tokens, has a row for each, and rows like
+        other samples'; reads no rows."""
+        path = self.file_of(index)
         try:
-            with safe_open(self.file_of(index), framework="pt") as file:
+            with safe_open(path, framework="pt") as file:
                 rows: int = file.get_slice("hidden_states").get_shape()[0]
+                token_ids = file.get_tensor("token_ids").tolist()
         except (FileNotFoundError, SafetensorError):
             return False
-        return rows == self._rows[index]["seq_len"]
+        own = rows == len(token_ids) and token_ids == self.token_ids(index)
+        return own and self._difference(path) is None
+
+    def _difference(self, path: Path) -> str | None:
+        """How the rows of a file differ in form from the first ones that were seen; None if they do
+        not. A server may be started with other layers between two runs."""
+        with safe_open(path, framework="pt") as file:
+            rows = file.get_slice("hidden_states")
+            _, columns, hidden = rows.get_shape()
+            form = f"{columns} columns of {hidden} {rows.get_dtype()}"
+        self._form = self._form or form
+        return None if form == self._form else f"{form}, while other samples have {self._form}"
 
     def adopt(self, index: int, path: Path) -> None:
         """Check a finished file and move it to its place, atomically."""
-        problem = problem_in(path, self.token_ids(index), self.layers)
+        problem = self._problem(index, path)
         if problem:
             raise SystemExit(f"error: the engine's rows of sample {index} are bad: {problem}")
         target = self.file_of(index)
@@ -159,7 +203,12 @@ class DrafterDataset:
     def problems(self) -> Iterator[tuple[int, str | None]]:
         """`(index, problem or None)` of every sample, all values read."""
         for index in range(len(self)):
-            yield index, problem_in(self.file_of(index), self.token_ids(index), self.layers)
+            yield index, self._problem(index, self.file_of(index))
+
+    def _problem(self, index: int, path: Path) -> str | None:
+        """What is wrong with a file as that of a sample."""
+        problem = problem_in(path, self.token_ids(index), self.layers)
+        return problem or self._difference(path)
 
 
 def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> str | None:

@@ -13,6 +13,8 @@ and its files must be reachable under the same path from here.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -25,6 +27,9 @@ from extraction_engines import Extract, local_engine, remote_engine
 from tqdm import tqdm
 from training_text import find_files, read_samples
 from transformers import AutoConfig, AutoTokenizer
+
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import tail_digest
+from vllm.exceptions import VLLMValidationError
 
 try:
     from drafter_dataset import DrafterDataset, Settings
@@ -96,17 +101,28 @@ def settings_of(args: argparse.Namespace) -> Settings:
         seq_length=args.seq_length,
         samples=args.samples,
         inputs=[str(path.resolve()) for path in args.inputs],
+        weights=None if args.server else weights_digest(Path(args.model)),
     )
 
 
+def weights_digest(model: Path) -> str | None:
+    """Of a checkpoint that lies in a directory: its files may be others when a run is continued."""
+    files = [tail_digest(path) for path in sorted(model.glob("*.safetensors"))]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16] if files else None
+
+
 def prepare(dataset: DrafterDataset, settings: Settings, inputs: list[Path]) -> None:
-    """Write the dataset's text part, or check that what is there belongs to the same settings."""
-    if dataset.is_prepared:
+    """Write the dataset's text part, or check that what is there belongs to the same settings.
+
+    Text without any rows yet is written anew: what was wrong with it may have been put right.
+    """
+    if dataset.is_prepared and dataset.has_rows:
         dataset.check_settings(settings)
         return
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     files = tqdm(find_files(inputs), desc="reading", unit="file", leave=False)
-    samples = read_samples(files, tokenizer, settings.seq_length, settings.samples)
+    vocab_size = AutoConfig.from_pretrained(settings.model).get_text_config().vocab_size
+    samples = read_samples(files, tokenizer, settings.seq_length, settings.samples, vocab_size)
     dataset.prepare(settings, samples)
 
 
@@ -197,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command continues from here", file=sys.stderr)
         return 130
+    except (OSError, VLLMValidationError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

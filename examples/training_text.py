@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from python_library import library_files
 from transformers import PreTrainedTokenizerBase
@@ -45,13 +46,20 @@ def find_files(inputs: list[Path], seed: int = 0) -> list[Path]:
 
 
 def read_samples(
-    files: Iterable[Path], tokenizer: PreTrainedTokenizerBase, seq_length: int, limit: int
+    files: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    limit: int,
+    vocab_size: int | None = None,
 ) -> list[Sample]:
-    """At most `limit` samples of at most `seq_length` tokens; reads no more files than needed."""
+    """At most `limit` samples of at most `seq_length` tokens; reads no more files than needed.
+
+    `vocab_size`: rows with token ids from there on are an error.
+    """
     pieces = (
         piece
         for path in files
-        for document in _documents(path, tokenizer)
+        for document in _documents(path, tokenizer, vocab_size)
         for piece in _cut(document, seq_length)
     )
     samples = list(islice(pieces, limit))
@@ -60,7 +68,9 @@ def read_samples(
     return samples
 
 
-def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sample]:
+def _documents(
+    path: Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> Iterator[Sample]:
     """A text file is one document; each line of a JSONL file is one."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -72,9 +82,10 @@ def _documents(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[Sampl
     if path.suffix != ".jsonl":
         yield _from_text(text, tokenizer)
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`: texts hold characters that it takes for ends of lines.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            yield _from_json(line, f"{path}:{number}", tokenizer)
+            yield _from_json(line, f"{path}:{number}", tokenizer, vocab_size)
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -82,7 +93,9 @@ def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(token_ids, [1] * len(token_ids))
 
 
-def _from_json(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _from_json(
+    line: str, where: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None
+) -> Sample:
     """`{"text": ...}`, or `{"input_ids": [...]}` with an optional `"loss_mask"`."""
     try:
         row = json.loads(line)
@@ -94,14 +107,29 @@ def _from_json(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -> Sam
             "for conversations, run `speculators prepare-data` and export its rows"
         )
     if "text" in row:
+        if not isinstance(row["text"], str):
+            raise SystemExit(f"error: {where}: text must be a string, not {row['text']!r:.60}")
         return _from_text(row["text"], tokenizer)
     token_ids = row["input_ids"]
+    if not _are_counts(token_ids):
+        raise SystemExit(f"error: {where}: input_ids must be a list of token ids")
+    if vocab_size is not None and (worst := max(token_ids, default=0)) >= vocab_size:
+        raise SystemExit(f"error: {where}: token id {worst} in a vocabulary of {vocab_size}")
     loss_mask = row.get("loss_mask", [1] * len(token_ids))
+    if not _are_counts(loss_mask) or max(loss_mask, default=0) > 1:
+        raise SystemExit(f"error: {where}: loss_mask must be a list of 0 and 1")
     if len(loss_mask) != len(token_ids):
         raise SystemExit(
             f"error: {where} has {len(token_ids)} input_ids, but a loss_mask of {len(loss_mask)}"
         )
-    return Sample(token_ids, loss_mask)
+    return Sample(token_ids, [int(counts) for counts in loss_mask])
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether these are a list of integers, none of them negative."""
+    return isinstance(values, list) and all(
+        isinstance(value, int) and value >= 0 for value in values
+    )
 
 
 def _cut(document: Sample, seq_length: int) -> Iterator[Sample]:

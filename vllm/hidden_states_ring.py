@@ -64,7 +64,10 @@ class RingWriter:
             fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._owner)
-            raise ValueError(f"ring_path {path}: another engine writes to this ring") from error
+            raise ValueError(
+                f"ring_path {path}: another engine writes to this ring, or another replica of this "
+                "one: start a server for each, or use StreamHiddenStatesConnector"
+            ) from error
         try:
             self._ring = RingFile.make(path, num_bytes, row_format)
         except BaseException:
@@ -131,7 +134,7 @@ class RingWriter:
         with self._ring.lock():
             self._ring.set_cursor(CLOSED, 1)
             head, tail, _, _ = self._ring.cursors()
-            if head == tail:
+            if head == tail and self._ring.is_at(self._path):
                 os.unlink(self._path)
         _writers.discard(self)
         self.close_files()

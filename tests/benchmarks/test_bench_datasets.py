@@ -75,15 +75,17 @@ def test_flags_that_make_no_sense(fields: dict[str, Any], words: str) -> None:
 
 
 def write(path: Path, *entries: Any) -> str:
-    path.write_text("\n".join(json.dumps(entry) for entry in entries))
+    text = "\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 
 def test_custom_prompts(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    path = write(tmp_path / "p.jsonl", {"prompt": "abc"}, {"prompt": "é", "output_tokens": 9})
+    # Texts may hold what Python takes for the end of a line.
+    path = write(tmp_path / "p.jsonl", {"prompt": "a\x85"}, {"prompt": "é", "output_tokens": 9})
     args = dataset(dataset_name="custom", dataset_path=path, num_prompts=3, disable_shuffle=True)
     shown = [(s.prompt, s.prompt_len, s.output_len) for s in load_samples(args, None, 0)]
-    assert shown == [("abc", None, 256), ("é", None, 9), ("abc", None, 256)]
+    assert shown == [("a\x85", None, 256), ("é", None, 9), ("a\x85", None, 256)]
     args = dataset(dataset_name="custom", dataset_path=path, num_prompts=2, output_len=5)
     counted = {(s.prompt_len, s.output_len) for s in load_samples(args, tokenizer, 0)}
     assert counted == {(3, 5), (2, 5)}

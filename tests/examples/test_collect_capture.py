@@ -43,7 +43,12 @@ def test_captures_become_a_dataset_and_grow(
     counts = torch.load(tmp_path / "token_freq.pt", weights_only=True)
     assert counts == {2: 1, 3: 1, 4: 1, 5: 1, 14: 1}
     capture(tmp_path, [(6, 2), (5, 4), (8, 3)])
-    assert collect_capture.collect(tmp_path) == 3
+    [arrow] = tmp_path.glob("*.arrow")
+    with arrow.open("rb") as read:  # a trainer maps it
+        before = read.read()
+        assert collect_capture.collect(tmp_path) == 3
+        read.seek(0)
+        assert read.read() == before
     assert len(DrafterDataset(tmp_path)) == 3
 
 
@@ -53,3 +58,7 @@ def test_nothing_to_collect(tmp_path: Path) -> None:
     capture(tmp_path, [])
     with pytest.raises(SystemExit, match="nothing was captured"):
         collect_capture.collect(tmp_path)
+    capture(tmp_path, [(6, 2)])
+    (tmp_path / "hidden_states" / "hs_0.safetensors").unlink()
+    with pytest.raises(SystemExit, match=r"error: .*hs_0.safetensors"):
+        collect_capture.main([str(tmp_path)])

@@ -14,10 +14,11 @@ import datasets
 import extract_hidden_states
 import pytest
 import torch
-from drafter_dataset import DrafterDataset, problem_in
+from drafter_dataset import DrafterDataset, Settings, problem_in
 from example_process import TRAINED, assert_gone, children, run, start, wait_for
 from extraction_engines import extraction_config
 from safetensors.torch import load_file, save_file
+from training_text import Sample
 
 from tests.e2e.remote_server import RemoteServer
 from tests.tiny_models import hf_residual_streams
@@ -30,6 +31,7 @@ LAYERS = [2, 4, 5, 8]
 HIDDEN = 256
 MEMORY = 64 << 20
 RELATIVE_ERROR = 1e-4
+MADE_UP = Settings("m", "server", None, 2, 3, [])
 
 
 def flags(path: Path, in_flight: int = 8, samples: int = SAMPLES) -> list[str]:
@@ -235,6 +237,93 @@ def test_two_runs_do_not_share_a_directory(copy: Path) -> None:
     with DrafterDataset(copy).writing():
         with pytest.raises(SystemExit, match="another run is writing"):
             extract_hidden_states.main(flags(copy))
+
+
+def prepared(path: Path, settings: Settings = MADE_UP) -> DrafterDataset:
+    """A dataset of three samples whose hidden states are missing."""
+    dataset = DrafterDataset(path)
+    samples = [Sample([10 * n + 1, 10 * n + 2], [1, 1]) for n in range(3)]
+    dataset.prepare(settings, samples)
+    (path / "hidden_states").mkdir(exist_ok=True)
+    return dataset
+
+
+def stored(path: Path, token_ids: list[int], columns: int = 3) -> Path:
+    rows = {"hidden_states": torch.ones(2, columns, 4), "token_ids": torch.tensor(token_ids)}
+    save_file(rows, path)
+    return path
+
+
+def test_a_file_of_other_tokens_is_not_finished(tmp_path: Path) -> None:
+    dataset = prepared(tmp_path)
+    stored(dataset.file_of(0), [1, 2])
+    stored(dataset.file_of(1), [1, 2])
+    assert [dataset.is_finished(n) for n in range(3)] == [True, False, False]
+
+
+def test_rows_of_another_form_do_not_join(tmp_path: Path) -> None:
+    """As of a server that was started again with other layers, which this side is not told."""
+    dataset = prepared(tmp_path)
+    stored(dataset.file_of(0), [1, 2])
+    assert dataset.is_finished(0)
+    other = stored(tmp_path / "other", [11, 12], columns=2)
+    reason = "2 columns of 4 F32, while other samples have 3 columns of 4 F32"
+    with pytest.raises(SystemExit, match=reason):
+        dataset.adopt(1, other)
+    other.rename(dataset.file_of(1))
+    again = DrafterDataset(tmp_path)
+    assert [again.is_finished(n) for n in range(3)] == [True, False, False]
+    assert [problem for _, problem in again.problems()] == [None, reason, "missing"]
+
+
+def test_a_full_disk_leaves_no_half_of_a_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> None:
+        with self.open("w") as file:
+            file.write(text[:5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="No space left"):
+            prepared(tmp_path)
+    assert not DrafterDataset(tmp_path).is_prepared
+    assert len(prepared(tmp_path)) == 3
+
+
+def test_weights_that_changed_do_not_continue(tmp_path: Path) -> None:
+    """A model trained further under its old name: one dataset would have rows of two models."""
+    model = tmp_path / "model"
+    shutil.copytree(TRAINED, model)
+    arguments = [*flags(tmp_path / "data"), "--model", str(model)]
+    settings = extract_hidden_states.settings_of(extract_hidden_states.parse_arguments(arguments))
+    dataset = prepared(tmp_path / "data", settings)
+    stored(dataset.file_of(0), [1, 2])
+    dataset.check_settings(settings)
+    [file] = model.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(SystemExit, match="was started with weights"):
+        extract_hidden_states.main(arguments)
+
+
+def test_text_without_rows_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed before its first sample may be put right, its settings too."""
+    prepared(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(extract_hidden_states, "engine_for", fails)
+    with pytest.raises(SystemExit, match="error: .*No space left on device"):
+        extract_hidden_states.main(flags(tmp_path, samples=2))
+    assert len(DrafterDataset(tmp_path)) == 2
+
+
+def test_what_a_server_captured_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "capture.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"collect_capture.py makes a dataset"):
+        extract_hidden_states.main(flags(tmp_path))
 
 
 def test_verify_needs_a_dataset(tmp_path: Path) -> None:

@@ -38,10 +38,13 @@ def test_limit_and_order_are_the_same_every_time() -> None:
 def test_jsonl_keeps_masks(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     row = {"input_ids": list(range(20)), "loss_mask": [0] * 12 + [1] * 8}
-    file.write_text(json.dumps(row) + "\n\n" + json.dumps({"text": "x = 1\n" * 5}) + "\n")
+    # A line of JSONL ends at a newline alone: these are characters of a text.
+    words = "x = 1\n" * 5 + "\u2028\x85"
+    lines = (json.dumps(row), "", json.dumps({"text": words}, ensure_ascii=False))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     masked, text = read_samples([file], TOKENIZER, seq_length=100, limit=9)
     assert (masked.token_ids, masked.loss_mask) == (row["input_ids"], row["loss_mask"])
-    assert text.token_ids == TOKENIZER("x = 1\n" * 5).input_ids
+    assert text.token_ids == TOKENIZER(words).input_ids
     [head, tail] = read_samples([file], TOKENIZER, seq_length=10, limit=2)
     assert (head.loss_mask, tail.loss_mask) == ([0] * 10, [0] * 2 + [1] * 8)
 
@@ -53,13 +56,17 @@ def test_jsonl_keeps_masks(tmp_path: Path) -> None:
         ('{"conversations": []}', 'neither "text" nor "input_ids"'),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "2 input_ids, but a loss_mask of 1"),
         ('{"text": ""}', "no piece of at least 8 tokens"),
+        ('{"text": null}', "rows.jsonl:1: text must be a string"),
+        ('{"input_ids": [1, "2"]}', "rows.jsonl:1: input_ids must be a list of token ids"),
+        ('{"input_ids": [1, 300, 2]}', "rows.jsonl:1: token id 300 in a vocabulary of 256"),
+        ('{"input_ids": [1, 2], "loss_mask": [1, 2]}', "rows.jsonl:1: loss_mask must be a list of"),
     ],
 )
 def test_bad_rows(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(line)
     with pytest.raises(SystemExit, match=reason):
-        read_samples([file], TOKENIZER, 64, 5)
+        read_samples([file], TOKENIZER, 64, 5, vocab_size=256)
 
 
 def test_inputs_are_files_and_directories(tmp_path: Path) -> None:

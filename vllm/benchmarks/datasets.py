@@ -163,7 +163,8 @@ def _read_json(path: str | None) -> list[dict[str, Any]]:
 
 
 def _read_jsonl(path: str | None) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    # Not `splitlines`: prompts hold characters that it takes for ends of lines.
+    for number, line in enumerate(_read(path).split("\n"), 1):
         if line.strip():
             yield number, _parse(f"{path}:{number}", line)
 

@@ -136,6 +136,8 @@ class Programmed(HybridConnector):
         self.allocations.append((blocks.ids, num_external))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        if self.program.get("loses"):
+            raise RuntimeError("lost")
         return self.program.get("saves", False), self.program.get("params")
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:

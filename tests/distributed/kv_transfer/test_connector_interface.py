@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.exceptions import VLLMValidationError
 
 MODULE = "tests.distributed.kv_transfer.toy_connectors"
 
@@ -137,7 +139,9 @@ def test_supports_hma() -> None:
     assert not KVConnectorFactory.supports_hma_config(plain())
 
 
-def test_module_path_wins_over_the_registry() -> None:
+def test_module_path_wins_over_the_registry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = plain("HybridConnector")
     assert KVConnectorFactory.get_connector_class(config).__name__ == "HybridConnector"
     config = transfer_config("ExampleConnector")
@@ -148,8 +152,13 @@ def test_module_path_wins_over_the_registry() -> None:
     config.kv_connector_module_path = ""
     with pytest.raises(ValueError, match="kv_connector_module_path"):
         KVConnectorFactory.get_connector_class(config)
-    config.kv_connector_module_path = "no.such.module"
-    with pytest.raises(ImportError):
+    config.kv_connector_module_path = "tests.no.such.module"
+    with pytest.raises(VLLMValidationError, match="such.module' cannot be imported: .*'tests.no'"):
+        KVConnectorFactory.get_connector_class(config)
+    (tmp_path / "lacks_another.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    config.kv_connector_module_path = "lacks_another"
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         KVConnectorFactory.get_connector_class(config)
 
 

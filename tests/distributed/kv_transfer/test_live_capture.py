@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +28,11 @@ from tests.distributed.kv_transfer.extraction_harness import (
 from tests.tiny_models import hf_residual_streams, tiny_model
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import live_saving
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving import (
     LiveCapturePromMetrics,
     LiveCaptureStats,
+    LiveDataset,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.live_capture_connector import (
     LiveCaptureConnector,
@@ -178,6 +182,7 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         with (tmp_path / "samples.jsonl").open("a") as file:
             file.write('{"num_pro')
         (tmp_path / "hidden_states" / f"hs_{n + 1}.safetensors").write_bytes(b"torn")
+        (tmp_path / "hidden_states" / f".{n}.partial").write_bytes(b"torn")
     run = harness(tmp_path)
     serve(run, "r2", AGREES, num_prompt=6)
     run.step()
@@ -187,6 +192,27 @@ def test_a_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         len(load_file(tmp_path / "hidden_states" / f"hs_{n}.safetensors")["token_ids"])
         for n in range(3)
     ] == [5, 6, 7]
+    assert len(list((tmp_path / "hidden_states").iterdir())) == 3
+
+
+def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk takes what its last block has room for; the next line must not go on with it."""
+    tensors = {"hidden_states": torch.ones(1, 1, 1), "token_ids": torch.ones(1, dtype=torch.int64)}
+    dataset = LiveDataset(tmp_path, {})
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(live_saving.tensor_file, "write", lambda path, *_: Path(path).touch())
+    dataset.add(tensors, 1)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (25, limit[1]))
+    try:
+        with pytest.raises(OSError, match="No space left|too large"):
+            dataset.add(tensors, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    dataset.add(tensors, 3)
+    dataset.close()
+    assert lines(tmp_path) == [{"num_prompt": 1}, {"num_prompt": 3}]
 
 
 def test_a_directory_has_one_server_and_one_content(tmp_path: Path) -> None:
@@ -197,6 +223,10 @@ def test_a_directory_has_one_server_and_one_content(tmp_path: Path) -> None:
     said = tmp_path / "capture.json"
     said.write_text(said.read_text().replace("float32", "bfloat16"))
     with pytest.raises(ValueError, match="holds captures of .*bfloat16"):
+        harness(tmp_path)
+    said.unlink()
+    (tmp_path / "hidden_states" / "hs_0.safetensors").touch()
+    with pytest.raises(ValueError, match="hs_0.safetensors is no server's capture"):
         harness(tmp_path)
 
 

@@ -45,7 +45,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.metrics.engine_metrics import EngineMetrics
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 
 def child(name: str = "Programmed", **extra: Any) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def test_asynchronous_match_and_undecided_child() -> None:
     assert multi.get_num_new_matched_tokens(request(), 0) == (None, False)
 
 
-def finish(multi: Any, method: str = "request_finished") -> Any:
+def finish(multi: Any, method: str = "request_finished", of: Request | None = None) -> Any:
     argument: Any = [1] if method == "request_finished" else ([1],)
-    return getattr(multi, method)(request(), argument)
+    return getattr(multi, method)(of or request(), argument)
 
 
 @pytest.mark.parametrize("method", ["request_finished", "request_finished_all_groups"])
@@ -157,9 +157,21 @@ def test_one_saver_and_none() -> None:
     assert finish(make(child(), child(params={"a": 1}))) == (False, {"a": 1})
 
 
-def test_two_answers_for_the_client() -> None:
-    with pytest.raises(RuntimeError, match="more than one connector"):
-        finish(make(child(params={"a": 1}), child(params={"b": 1})))
+@pytest.mark.parametrize(
+    "first, reason", [({"params": {"a": 1}}, "more than one"), ({"loses": True}, "lost")]
+)
+def test_a_child_that_fails_at_the_end(first: dict[str, Any], reason: str) -> None:
+    """The others are told of the end, and blocks that one of them reads stay."""
+    multi = make(child(saves=True), child(**first), child(saves=True, params={"b": 1}))
+    ended = request()
+    assert finish(multi, of=ended) == (True, None)
+    assert ended.status is RequestStatus.FINISHED_ERROR and reason in str(ended.error)
+    meta = multi.build_connector_meta(SchedulerOutput.make_empty())
+    assert meta.extra_async_saves == {"r": 1}
+    aborted = request()
+    aborted.status = RequestStatus.FINISHED_ABORTED
+    assert finish(multi, of=aborted) == (True, None)
+    assert aborted.status is RequestStatus.FINISHED_ABORTED
 
 
 def test_each_child_gets_its_own_metadata() -> None:
@@ -330,6 +342,11 @@ def test_common_demands() -> None:
     with pytest.raises(ValueError, match="different numbers"):
         make(child(count=2), child()).get_finished_count()
     assert make(child(), child()).prefer_cross_layer_blocks is False
+
+
+def test_one_policy_for_all_loads() -> None:
+    with pytest.raises(ValueError, match="Programmed in a MultiConnector: kv_load_failure_policy"):
+        make(child() | {"kv_load_failure_policy": "recompute"})
 
 
 def test_children_have_the_parents_engine_id_or_their_own() -> None:

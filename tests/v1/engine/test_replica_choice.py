@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.nightly import nightly
 from tests.v1.engine.replica_traffic import Replicas, conversations
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.replica_board import ReplicaBoard
 from vllm.v1.engine.replica_choice import Choice, ReplicaChooser, Work
-from vllm.v1.engine.replica_router import PromptChains
+from vllm.v1.engine.replica_router import PromptChains, ReplicaRouter
 
 BLOCK = 16
 CHAINS = PromptChains(BLOCK)
@@ -154,6 +154,21 @@ def test_all_that_is_counted_ends(events: list[tuple[int, int, int]], replicas: 
         engine.chooser.ended(name)
         engine.chooser.ended(name)
     assert engine.chooser.loads == [0] * replicas
+
+
+def test_a_request_that_awaits_its_stop_can_still_be_told_of_it() -> None:
+    """Its core has its tokens and a reason to finish, but the front end says where it stops."""
+    engine = Engine(2)
+    router = ReplicaRouter(engine.chooser, CHAINS, 0)
+    params = SamplingParams(max_tokens=4, stop=["a"])
+    [(replica, [request])] = router.place(
+        [EngineCoreRequest("r", tokens_of(0, 20), params, 0.0)]
+    ).items()
+    last = EngineCoreOutput(request.request_id, [1], finish_reason=FinishReason.LENGTH)
+    for awaits_stop, told in ((True, {replica: ["r"]}), (False, {})):
+        last.awaits_stop = awaits_stop
+        router.observe(EngineCoreOutputs(outputs=[last], engine_index=replica))
+        assert router.by_replica(["r"], str) == told
 
 
 def test_random_traffic_is_even_and_no_replica_starves() -> None:

@@ -84,7 +84,7 @@ class ReplicaRouter:
             num_tokens += len(output.new_token_ids)
             if output.times is not None:
                 self._chooser.began(output.request_id)
-            if output.finish_reason is not None:
+            if output.finish_reason is not None and not output.awaits_stop:
                 self._chooser.ended(output.request_id)
             if output.cache_report is not None:
                 output.cache_report = msgspec.structs.replace(

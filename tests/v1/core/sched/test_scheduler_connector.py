@@ -96,6 +96,17 @@ def test_synchronous_match_counts_as_computed():
     assert driver.finished["a"].num_cached_tokens == 32
 
 
+@pytest.mark.parametrize("match", [(51, True), (50, False), (-1, False)])
+def test_a_match_that_cannot_be_ends_its_request_alone(match):
+    driver = make_driver()
+    driver.connector.matches["a"] = [match]
+    for request_id in "ab":
+        driver.add(make_request(request_id, prompt_of(0, 50)))
+    driver.run()
+    assert driver.finished["a"].finish_reason is FinishReason.ERROR
+    expect(driver, "b", prompt_of(0, 50))
+
+
 def test_none_means_ask_again_later_and_others_go_first():
     driver = make_driver()
     driver.connector.matches["slow"] = [(None, False), (None, False), (0, False)]

@@ -132,10 +132,23 @@ def _check_one_group(
 
 
 def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
-    found = vars(importlib.import_module(module_path)).get(class_name)
+    try:
+        module = importlib.import_module(module_path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_path}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another one
+        raise VLLMValidationError(
+            f"kv_connector_module_path {module_path!r} cannot be imported: {error}; install its "
+            "package, or name the folder that it lies in in PYTHONPATH",
+            parameter="kv_connector_module_path",
+            value=module_path,
+        ) from error
+    found = vars(module).get(class_name)
     if not isinstance(found, type) or not issubclass(found, KVConnectorBase_V1):
-        raise ValueError(
-            f"module {module_path!r} has no class {class_name!r} derived from KVConnectorBase_V1"
+        raise VLLMValidationError(
+            f"module {module_path!r} has no class {class_name!r} derived from KVConnectorBase_V1",
+            parameter="kv_connector",
+            value=class_name,
         )
     return found
 

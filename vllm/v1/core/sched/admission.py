@@ -197,7 +197,8 @@ class SchedulerAdmission(SchedulerResults):
                 return None
             num_external = found
         computed = num_local + num_external
-        if computed > request.num_tokens or (computed == request.num_tokens and not load_async):
+        least_left = 0 if load_async else 1
+        if num_external < 0 or computed + least_left > request.num_tokens:
             raise RuntimeError(
                 f"the KV connector matched {num_external} tokens after {num_local} cached ones; "
                 f"request {request.request_id} has {request.num_tokens} and must compute its last"

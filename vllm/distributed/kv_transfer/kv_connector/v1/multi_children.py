@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     child_key,
     part_data,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import ArenaPlan
 
 ChildClass = type[KVConnectorBase_V1]
@@ -42,11 +43,20 @@ def child_classes(
 
 
 def children_of(vllm_config: VllmConfig) -> Iterator[tuple[ChildClass, VllmConfig]]:
-    """Each child's class and the engine's configuration as that child sees it."""
+    """Each child's class and the engine's configuration as that child sees it. Raises
+    `VLLMValidationError` for a policy of its own: the scheduler has one for all loads."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    extra = transfer.kv_connector_extra_config
-    for child_cls, config in child_classes(extra, engine_id=transfer.engine_id):
+    extra, policy = transfer.kv_connector_extra_config, transfer.kv_load_failure_policy
+    common = {"engine_id": transfer.engine_id, "kv_load_failure_policy": policy}
+    for child_cls, config in child_classes(extra, **common):
+        if (own := config.kv_load_failure_policy) != policy:
+            raise VLLMValidationError(
+                f"{config.kv_connector} in a MultiConnector: kv_load_failure_policy {own!r} is set "
+                f"beside connectors, for all of them, where it is {policy!r}",
+                parameter="kv_load_failure_policy",
+                value=own,
+            )
         child_config = copy.copy(vllm_config)
         child_config.kv_transfer_config = config
         yield child_cls, child_config

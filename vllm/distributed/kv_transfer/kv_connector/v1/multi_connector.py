@@ -36,12 +36,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_messages import (
     child_key,
     handshake_parts,
 )
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import RequestError
+from vllm.v1.engine import RequestError, RequestFailure
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
+
+logger = init_logger(__name__)
 
 P = ParamSpec("P")
 Finished = tuple[bool, dict[str, Any] | None]
@@ -271,20 +274,31 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         return self._finish(request, ask)
 
     def _finish(self, request: Request, ask: Callable[[KVConnectorBase_V1], Finished]) -> Finished:
+        """Every child is told. Where one fails, or a second one answers the client, the request
+        ends with an error, and its blocks stay for those that read them."""
         req_id = request.request_id
-        num_saves, params = 0, None
+        num_saves = 0
+        answers: list[dict[str, Any]] = []
+        self._loading.pop(req_id, None)
+        failure: Exception | None = None
         for child in self._children:
-            keep_blocks, child_params = ask(child)
+            try:
+                keep_blocks, params = ask(child)
+            except Exception as error:
+                logger.exception("%s failed at the end of %s", type(child).__name__, req_id)
+                failure = failure or error
+                continue
             num_saves += keep_blocks
-            if child_params is not None and params is not None:
-                raise RuntimeError(
-                    f"request {req_id}: more than one connector returned kv_transfer_params"
-                )
-            params = child_params if params is None else params
+            answers += [params] if params is not None else []
+        if len(answers) > 1:
+            failure = RuntimeError("more than one connector returned kv_transfer_params")
         if num_saves > 1:
             self._extra_holders[req_id] = num_saves - 1
-        self._loading.pop(req_id, None)
-        return num_saves > 0, params
+        if failure is not None and request.status is not RequestStatus.FINISHED_ABORTED:
+            request.status = RequestStatus.FINISHED_ERROR
+            request.error = RequestFailure.of("save", failure)
+        answered = answers if failure is None else []
+        return num_saves > 0, next(iter(answered), None)
 
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._children)

@@ -126,14 +126,15 @@ def _weights(vllm_config: VllmConfig, model: str, revision: str | None) -> list[
     if _is_random(vllm_config):
         return ["dummy", vllm_config.model_config.seed]
     files = checkpoint_files(vllm_config, model, revision)
-    return [_tail(path) for path in files] or [model, str(revision)]
+    return [tail_digest(path) for path in files] or [model, str(revision)]
 
 
 def _is_random(vllm_config: VllmConfig) -> bool:
     return vllm_config.load_config.load_format == "dummy"
 
 
-def _tail(path: Path) -> list[Any]:
+def tail_digest(path: Path) -> list[Any]:
+    """Name, size and the digest of the last bytes of a file of weights."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker side of live capture: a sample is taken if there is room for it at once, or never."""
 
+import errno
 import fcntl
 import json
 import os
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,20 @@ class LiveDataset:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another server captures into {path}") from None
+            raise ValueError(
+                f"another server captures into {path}, or another replica of this one: start a "
+                "server with a directory of its own for each"
+            ) from None
+        for left in self._files.glob(".*.partial"):  # of writers that were killed
+            left.unlink()
         said = path / "capture.json"
         if not said.exists():
-            said.write_text(json.dumps(settings, indent=1) + "\n")
+            others = (*path.glob("extraction.json"), *islice(self._files.glob("hs_*"), 1))
+            if others:
+                raise ValueError(f"{others[0]} is no server's capture; choose another directory")
+            new = path / ".capture.json"
+            new.write_text(json.dumps(settings, indent=1) + "\n")
+            os.replace(new, said)
             return
         stored = json.loads(said.read_text())
         if stored != settings:
@@ -77,7 +89,7 @@ class LiveDataset:
             )
 
     def _whole_lines(self) -> int:
-        """Lines that are complete; what a killed server left of one is cut off."""
+        """Lines that are complete; what a killed server, or a full disk, left of one is cut off."""
         text = self._lines.read_bytes() if self._lines.exists() else b""
         end = text.rfind(b"\n") + 1
         if end < len(text):
@@ -97,12 +109,19 @@ class LiveDataset:
             tensor_file.write(str(partial), tensors, metadata)
             with self._writing:
                 os.replace(partial, self._file(self._num_samples))
-                with self._lines.open("a") as lines:
-                    lines.write(json.dumps({"num_prompt": num_prompt}) + "\n")
+                self._add_line(json.dumps({"num_prompt": num_prompt}) + "\n")
                 self._num_samples += 1
         except OSError:
             partial.unlink(missing_ok=True)
             raise
+
+    def _add_line(self, text: str) -> None:
+        """OSError, and nothing of it, if that fails: the next line must not go on with it."""
+        with self._lines.open("ab", buffering=0) as lines:
+            end = lines.tell()
+            if lines.write(text.encode()) < len(text):
+                lines.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._lines))
 
     def close(self) -> None:
         """Let another process have the directory."""
@@ -222,8 +241,10 @@ class LiveSaver(RowSaver):
             event.synchronize()
             tensors = {**rows.tensors, "token_ids": save.token_ids}
             self._dataset.add(tensors, save.num_prompt, self._copier.format.metadata)
-        except Exception:
-            logger.exception("request %s: its hidden states were not captured", save.req_id)
+        except Exception as error:
+            # Of a full disk, which every request that comes meets, one line.
+            trace = None if isinstance(error, OSError) else error
+            logger.error("request %s is not captured: %s", save.req_id, error, exc_info=trace)
             with self._lock:
                 self._promised -= num_bytes
                 self._stats.drop(FAILED)
