@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from tests.kernels.guard_pages import before_a_guard_page
 from vllm.kernels.interface import Kernels
 from vllm.kernels.journal import JournalMemory, JournalShape, JournalSize, JournalStack
 
@@ -61,6 +62,8 @@ class DraftedDecoder(ABC):
         """A journal full of NaN, in which nothing is pending."""
         size, device = JournalSize(INTERVAL - 1 + width - 1, width), self.indices.device
         memory = JournalMemory.create(self.journal_shape(), 1, self.num_seqs, size, device)
+        if device.type == "cpu":
+            memory = JournalMemory(*map(before_a_guard_page, memory.tensors))
         for tensor in memory.tensors:
             tensor.fill_(torch.nan)
         zeros = [torch.zeros(self.num_seqs, dtype=torch.int32, device=device) for _ in "123"]

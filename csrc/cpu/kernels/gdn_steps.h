@@ -67,7 +67,8 @@ template <typename S, int Rows, typename Decay>
 inline void update_rows(
     S* state, int64_t k_dim, Decay decay, const float* k, const float* delta) {
   for_lanes(k_dim, [&](int64_t i, int64_t lanes) {
-    const vf key = load(k + i), shrink = decay.at(i, lanes);
+    // A journal has no room behind its last key.
+    const vf key = load_upto(k + i, lanes), shrink = decay.at(i, lanes);
 #pragma GCC unroll 4
     for (int r = 0; r < Rows; ++r) {
       S* p = state + r * k_dim + i;
