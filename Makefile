@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # The exact pin matters: a range may pull a build for another accelerator.
 TORCH ?= torch==2.13.0
-PY := $(VENV)/bin/python
+PY := $(abspath $(VENV))/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 PYTEST := $(PY) -m pytest -q --durations=15
 # One module at a time per worker, each with one thread: modules keep their fixtures, cores are busy.
@@ -24,6 +24,9 @@ EXTRACTION := extraction and not gpu and not nightly and not e2e
 NIGHTLY := nightly and not gpu
 # What test-layouts runs its tests with, and the modules that choose layouts themselves.
 LAYOUTS ?= tp2 tp4 pp2 dp2 tp2pp2
+# Where test-memory builds, and what it runs: every C++ op of CPUs, alone and in models.
+SANITIZED := build/sanitized
+OPS_OF_CPUS := tests/kernels/test_cpu_*.py tests/kernels/test_kda.py tests/kernels/test_mamba2.py tests/model_executor/models
 ABOUT_LAYOUTS := ranks ranks_of_drafters staged_engines shared_experts rearranged_experts
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
@@ -31,8 +34,8 @@ export OMP_NUM_THREADS ?= $(shell nproc)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-layouts test-e2e test-extraction test-nightly test-gpu \
-	wheel docs clean
+.PHONY: help venv build clients demo drafter test lint test-unit test-parity test-layouts test-e2e test-extraction test-nightly \
+	test-memory test-gpu wheel docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -107,6 +110,18 @@ test-extraction: build ## hidden-state extraction, end to end but for servers (t
 
 test-nightly: build clients ## further cases of what the others test
 	$(PARALLEL) tests --ignore=tests/gpu -m "$(NIGHTLY)"
+
+test-memory: build ## C++ ops of CPUs under AddressSanitizer: a read past the end is an error
+	@# In a copy of the tree: the package here keeps its ops.
+	rm -rf $(SANITIZED)/tree && mkdir -p $(SANITIZED)/tree
+	git ls-files -z | xargs -0 cp --parents -t $(SANITIZED)/tree
+	cmake -G Ninja -S . -B $(SANITIZED)/ops -DCMAKE_BUILD_TYPE=Sanitized \
+		-DVLLM_TORCH_DIR=$$($(PY) -c "import pathlib, torch; print(pathlib.Path(torch.__file__).parent)")
+	cmake --build $(SANITIZED)/ops --target _C_cpu
+	cp $(SANITIZED)/ops/_C_cpu.so $(SANITIZED)/tree/vllm
+	cd $(SANITIZED)/tree && LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+		ASAN_OPTIONS=detect_leaks=0:handle_segv=0 PYTHONPATH=. $(PARALLEL) $(OPS_OF_CPUS) \
+		-m "not gpu and not nightly" -k "cpu-cpu or test_cpu or models" --deselect tests/kernels/test_cpu_isa.py
 
 test-gpu: build ## what needs a GPU
 	$(PYTEST) tests -m gpu

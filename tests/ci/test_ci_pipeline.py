@@ -46,7 +46,7 @@ def test_the_cpu_steps_are_what_make_test_runs(pipeline: ModuleType) -> None:
     cpu = [c.split()[1] for s in steps if not s.nightly for c in s.commands]
     assert cpu == wanted
     nightly = [s.commands for s in steps if s.nightly]
-    assert nightly == [["make test-nightly"], ["make test-layouts"]]
+    assert nightly == [["make test-nightly"], ["make test-memory"], ["make test-layouts"]]
 
 
 def test_dependencies_exist(pipeline: ModuleType) -> None:
