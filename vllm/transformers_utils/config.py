@@ -111,12 +111,21 @@ def get_config(
     raw = read_config_dict(model, revision=revision)
     _refuse_speculators(str(model), raw)
     config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
+    _settle_rope(config)
     if getattr(config, "quantization_config", None) is None:
         _add_modelopt(config, str(model), revision)
     if callable(hf_overrides):
         return _checked(hf_overrides(config))
     _override(config, hf_overrides or {})
     return config
+
+
+def _settle_rope(config: PretrainedConfig) -> None:
+    """Put the length that a scaled rotation was trained with into `rope_parameters`, where the
+    config has it beside them: transformers does so when it builds the model."""
+    text = config.get_text_config(decoder=True)
+    if text.to_dict().get("original_max_position_embeddings") is not None:
+        text.standardize_rope_params()
 
 
 def _add_modelopt(config: PretrainedConfig, model: str, revision: str | None) -> None:
