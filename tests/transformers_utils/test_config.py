@@ -64,6 +64,7 @@ BROKEN: list[tuple[str | None, str]] = [
     ("{}", "cannot be used"),
     ('{"model_type": "nonsense"}', "model_type 'nonsense'"),
     (json.dumps({**LLAMA, "hidden_size": "big"}), "hidden_size"),
+    (json.dumps({**LLAMA, "dtype": "torch.half"}), "has no attribute 'torch.half'"),
     (
         '{"model_type": "foo", "auto_map": {"AutoConfig": "configuration_foo.Foo"}}',
         "needs --trust-remote-code",

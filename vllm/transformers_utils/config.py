@@ -232,7 +232,10 @@ def _parse(
                 revision=revision,
                 code_revision=code_revision,
             )
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, OSError),
+        StrictDataclassError,
+    ) as error:
         reason = " ".join(str(error).split())
         hint = "" if trust_remote_code else _remote_code_hint(raw)
         raise _model_error(
@@ -267,7 +270,7 @@ def get_generation_config(
     """The generation settings of `model` that differ from transformers' defaults.
 
     Empty when there are none and they are not `required`. Raises `VLLMValidationError` when the
-    file is broken, or absent though required.
+    file is broken, or absent though required, and for end-of-sequence ids that are no numbers.
     """
     from transformers import GenerationConfig
 
@@ -276,8 +279,9 @@ def get_generation_config(
     if absent and not required:
         return {}
     try:
-        found = GenerationConfig.from_pretrained(model, revision=revision or "main")
-    except (ValueError, OSError) as error:
+        found = GenerationConfig.from_pretrained(model, revision=revision or "main").to_diff_dict()
+        _check_eos(found.get("eos_token_id"))
+    except (ValueError, TypeError, OSError) as error:
         if isinstance(error, OSError) and not path.is_dir() and not required:
             return {}
         reason = str(error).strip().splitlines()[0]
@@ -286,4 +290,11 @@ def get_generation_config(
             parameter="generation_config",
             value=model,
         ) from None
-    return found.to_diff_dict()
+    return found
+
+
+def _check_eos(ids: Any) -> None:
+    """Raises ValueError for other things than a token id, or several."""
+    each = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(one, int) for one in each):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}")
