@@ -200,10 +200,11 @@ def test_sampling_defaults_from_elsewhere(tmp_path: Path) -> None:
     assert model.get_diff_sampling_param() == {"top_p": 0.25}
 
 
-def test_broken_generation_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [1, "2"]}'])
+def test_broken_generation_config(tmp_path: Path, text: str) -> None:
     path = write_config(tmp_path)
-    (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(VLLMValidationError, match="generation_config.json"):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(VLLMValidationError, match="generation_config.json .*cannot be used"):
         ModelConfig(path).get_diff_sampling_param()
 
 

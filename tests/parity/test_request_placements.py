@@ -352,6 +352,9 @@ def test_what_does_not_fit_is_refused(
     drafts = {"method": "replay", "num_speculative_tokens": 2, "acceptance": 0.5}
     with pytest.raises(VLLMValidationError, match="drafts follow the steps of one placement"):
         make(supernet.path, speculative_config=drafts)
+    for chosen in ({}, {"placement": "all-gdn", "placement_alias": []}):
+        with pytest.raises(VLLMValidationError, match="cannot be divided into stages; use --tens"):
+            make(supernet.path, pipeline_parallel_size=2, **chosen)
     with pytest.raises(VLLMValidationError, match="'x' is no NAME=PLACEMENT"):
         make(supernet.path, placement_alias=["x"])
     with pytest.raises(VLLMValidationError, match="has a name that is in use already"):

@@ -46,6 +46,16 @@ def test_local_directory(tmp_path: Path) -> None:
     assert get_hf_text_config(config) is config
 
 
+def test_the_length_of_a_scaled_rotation_may_stand_beside_it(tmp_path: Path) -> None:
+    fields = {
+        "rope_scaling": {"type": "yarn", "factor": 4.0},
+        "rope_theta": 5e3,
+        "original_max_position_embeddings": 64,
+    }
+    config = get_config(write_config(tmp_path, **fields))
+    assert config.rope_parameters["original_max_position_embeddings"] == 64
+
+
 BROKEN: list[tuple[str | None, str]] = [
     (None, "holds no config.json"),
     ("", "not valid JSON"),
@@ -54,6 +64,7 @@ BROKEN: list[tuple[str | None, str]] = [
     ("{}", "cannot be used"),
     ('{"model_type": "nonsense"}', "model_type 'nonsense'"),
     (json.dumps({**LLAMA, "hidden_size": "big"}), "hidden_size"),
+    (json.dumps({**LLAMA, "dtype": "torch.half"}), "has no attribute 'torch.half'"),
     (
         '{"model_type": "foo", "auto_map": {"AutoConfig": "configuration_foo.Foo"}}',
         "needs --trust-remote-code",

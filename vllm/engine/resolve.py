@@ -141,8 +141,8 @@ def resolve_hybrid_manager(
 
 
 def _check_placement(config: VllmConfig) -> None:
-    """`VLLMValidationError` for a placement of what is no supernet, and for aliases where all
-    requests run with one placement."""
+    """`VLLMValidationError` for a placement of what is no supernet or is divided into stages, and
+    for aliases where all requests run with one placement."""
     model = config.model_config
     flag = "placement" if model.placement is not None else "placement_alias"
     if model.placement is None and not model.placement_alias:
@@ -153,6 +153,13 @@ def _check_placement(config: VllmConfig) -> None:
             "has one per layer; leave it out",
             parameter=flag,
             value=model.placement or model.placement_alias,
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise VLLMValidationError(
+            f"{flag_name(flag)} beside --pipeline-parallel-size: a supernet cannot be divided into "
+            "stages; use --tensor-parallel-size instead, or a checkpoint with one mixer per layer",
+            parameter="pipeline_parallel_size",
+            value=config.parallel_config.pipeline_parallel_size,
         )
     reason = why_one_at_a_time(config)
     if model.placement_alias and reason is not None:
@@ -175,13 +182,6 @@ def _check_pipeline(config: VllmConfig) -> None:
         raise VLLMValidationError(
             f"{flag} beside speculative_config method {config.drafter.method}: drafts are proposed "
             "where all layers are; use --tensor-parallel-size instead, or leave the drafter out",
-            parameter="pipeline_parallel_size",
-            value=stages,
-        )
-    if config.model_config.placement is not None:
-        raise VLLMValidationError(
-            f"{flag} beside --placement: a supernet cannot be divided into stages; use "
-            "--tensor-parallel-size instead, or a checkpoint with one mixer per layer",
             parameter="pipeline_parallel_size",
             value=stages,
         )

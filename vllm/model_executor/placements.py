@@ -27,7 +27,10 @@ def expand(placement: Placement, num_layers: int) -> list[str]:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise placement_error(f"expected a list of names, or a string, got {placement!r}")
     if len(names) != num_layers:
-        raise placement_error(f"it names {len(names)} layers, but the model has {num_layers}")
+        raise placement_error(
+            f"it names {len(names)} layers, but the model has {num_layers}; give a name for each, "
+            "or all-X, everyNth-X, bookend-attn-X"
+        )
     return list(names)
 
 

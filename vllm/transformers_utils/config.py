@@ -111,12 +111,21 @@ def get_config(
     raw = read_config_dict(model, revision=revision)
     _refuse_speculators(str(model), raw)
     config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
+    _settle_rope(config)
     if getattr(config, "quantization_config", None) is None:
         _add_modelopt(config, str(model), revision)
     if callable(hf_overrides):
         return _checked(hf_overrides(config))
     _override(config, hf_overrides or {})
     return config
+
+
+def _settle_rope(config: PretrainedConfig) -> None:
+    """Put the length that a scaled rotation was trained with into `rope_parameters`, where the
+    config has it beside them: transformers does so when it builds the model."""
+    text = config.get_text_config(decoder=True)
+    if text.to_dict().get("original_max_position_embeddings") is not None:
+        text.standardize_rope_params()
 
 
 def _add_modelopt(config: PretrainedConfig, model: str, revision: str | None) -> None:
@@ -223,7 +232,10 @@ def _parse(
                 revision=revision,
                 code_revision=code_revision,
             )
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, OSError),
+        StrictDataclassError,
+    ) as error:
         reason = " ".join(str(error).split())
         hint = "" if trust_remote_code else _remote_code_hint(raw)
         raise _model_error(
@@ -258,7 +270,7 @@ def get_generation_config(
     """The generation settings of `model` that differ from transformers' defaults.
 
     Empty when there are none and they are not `required`. Raises `VLLMValidationError` when the
-    file is broken, or absent though required.
+    file is broken, or absent though required, and for end-of-sequence ids that are no numbers.
     """
     from transformers import GenerationConfig
 
@@ -267,8 +279,9 @@ def get_generation_config(
     if absent and not required:
         return {}
     try:
-        found = GenerationConfig.from_pretrained(model, revision=revision or "main")
-    except (ValueError, OSError) as error:
+        found = GenerationConfig.from_pretrained(model, revision=revision or "main").to_diff_dict()
+        _check_eos(found.get("eos_token_id"))
+    except (ValueError, TypeError, OSError) as error:
         if isinstance(error, OSError) and not path.is_dir() and not required:
             return {}
         reason = str(error).strip().splitlines()[0]
@@ -277,4 +290,11 @@ def get_generation_config(
             parameter="generation_config",
             value=model,
         ) from None
-    return found.to_diff_dict()
+    return found
+
+
+def _check_eos(ids: Any) -> None:
+    """Raises ValueError for other things than a token id, or several."""
+    each = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(one, int) for one in each):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {ids!r}")

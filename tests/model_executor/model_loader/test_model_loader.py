@@ -148,6 +148,28 @@ def test_ignored_patterns(tmp_path: Path) -> None:
     assert [name for name, _ in safetensors_weights_iterator(plan, use_tqdm=False)] == ["a"]
 
 
+def test_files_without_an_index(tmp_path: Path) -> None:
+    """Of two files with one name the later was used; `model.safetensors` is a checkpoint alone."""
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"same": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"both a.safetensors and b.safetensors have same; leave"):
+        safetensors_files(tmp_path)
+    save_file({"same": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert safetensors_files(tmp_path) == {tmp_path / "model.safetensors": None}
+
+
+def test_an_output_head_beside_a_tied_embedding(tmp_path: Path) -> None:
+    path = shutil.copytree(tiny_model("llama"), tmp_path / "tied")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(WeightsError, match="lm_head.weight is not the embedding"):
+        parameters(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors")
+    assert "lm_head.weight" not in parameters(path)
+
+
 def test_model_that_leaves_parameters_unset(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,6 +349,8 @@ def test_names_are_matched_whole(tmp_path):
         ),
         ("attention", {"causal": False}, "not causal"),
         ("attention", {"heads": None}, "heads None is not supported"),
+        ("attention", {"heads": 3}, "3 heads in 2 groups is not supported"),
+        ("attention", {"window_size": 0}, "window_size 0 is not supported; supported: a positive"),
         ("attention", {"type": "mystery"}, "a mixer of type 'mystery'.*attention.*gdn"),
         ("gdn", {"key_heads": 3}, "4 value heads to 3 key heads"),
         ("gdn", {"convolution_layer": {"kernel_size": 4, "activation": "relu"}}, "'relu'"),

@@ -7,7 +7,12 @@ from torch import Tensor, nn
 
 from vllm import decisions
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
-from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
+from vllm.model_executor.models.weights import (
+    AutoWeightsLoader,
+    TiedHead,
+    WeightsError,
+    WeightsMapper,
+)
 
 FUSED = (("gate_up", "gate", 0), ("gate_up", "up", 1))
 
@@ -75,6 +80,30 @@ def test_skipped_tensors_are_a_decision() -> None:
     load(Toy(), {**tensors(), **extra}, skip_prefixes={"vision.": "text only", "audio.": "text"})
     records = {d.what: (d.chosen, d.why) for d in decisions.decisions()}
     assert records == {"checkpoint tensors vision.*": ("2 not loaded", "text only")}
+
+
+def test_rotary_buffers_of_older_checkpoints_are_a_decision() -> None:
+    decisions.clear()
+    buffer = {"layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    assert load(Toy(), {**tensors(), **buffer}) == {"mlp.gate_up.weight", "norm"}
+    (record,) = decisions.decisions()
+    assert (record.what, record.chosen) == (
+        "checkpoint tensors *.rotary_emb.inv_freq",
+        "not loaded",
+    )
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "other.weight"])
+@pytest.mark.parametrize("head", [torch.ones(3, 2).half(), torch.zeros(3, 2), torch.ones(4, 2)])
+def test_a_tied_head_is_the_embedding(name: str, head: Tensor) -> None:
+    """Else nothing says which of the two the checkpoint means."""
+    tied, passed = TiedHead(torch.ones(3, 2)), [("a", torch.zeros(1)), (name, head)]
+    assert list(tied.noticed(passed, WeightsMapper())) == passed
+    if name == "other.weight" or (head.shape == (3, 2) and bool(head.all())):
+        tied.check()
+    else:
+        with pytest.raises(WeightsError, match='"tie_word_embeddings": false'):
+            tied.check()
 
 
 def test_dtype_is_converted() -> None:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm import decisions
 from vllm.model_executor.model_loader.device_stream import (
     StoredTensor,
     read_header,
@@ -20,6 +21,7 @@ from vllm.model_executor.parameter import default_weight_loader as default_weigh
 from vllm.model_executor.parameter import load_sections, sharded_section
 
 INDEX_NAME = "model.safetensors.index.json"
+WHOLE_NAME = "model.safetensors"
 #: file -> names to read from it, None for all
 FilePlan = dict[Path, list[str] | None]
 
@@ -45,9 +47,11 @@ def checkpoint_dir(
 
 
 def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> FilePlan:
-    """The files to read: what the index names, else every safetensors file.
+    """The files to read: what the index names, else `model.safetensors`, which is then the whole
+    checkpoint, else every safetensors file.
 
-    Raises ValueError when there is none, when the index is unreadable or names an absent file.
+    Raises ValueError when there is none, when the index is unreadable or names an absent file, and
+    when two files have a tensor of one name.
     """
     index = directory / INDEX_NAME
     if index.is_file():
@@ -61,7 +65,28 @@ def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> F
         others = sorted(path.name for path in directory.glob("*.bin"))
         found = f"found only {', '.join(others)}; convert them" if others else "found none"
         raise ValueError(f"{directory}: no *.safetensors file ({found})")
+    whole = directory / WHOLE_NAME
+    if whole in files and len(files) > 1:
+        left_out = ", ".join(path.name for path in files if path != whole)
+        why = f"without {INDEX_NAME} it is the whole checkpoint, as for transformers"
+        decisions.record("checkpoint files", WHOLE_NAME, why, f"reading {left_out} too")
+        files = [whole]
+    if len(files) > 1:
+        _check_apart(files)
     return {path: None for path in files}
+
+
+def _check_apart(files: Sequence[Path]) -> None:
+    """Raises ValueError for a name that two files have: which one is meant, nothing says."""
+    owners: dict[str, Path] = {}
+    for path in files:
+        for one in read_header(path):
+            first = owners.setdefault(one.name, path)
+            if first != path:
+                raise ValueError(
+                    f"{path.parent}: both {first.name} and {path.name} have {one.name}; leave one "
+                    f"file out (--ignore-patterns {path.name}), or add a {INDEX_NAME}"
+                )
 
 
 def _indexed_files(index: Path) -> FilePlan:

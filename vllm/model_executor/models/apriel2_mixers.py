@@ -81,6 +81,8 @@ class Apriel2Attention(SelfAttention, Apriel2Mixer):
         window = mixer.get("window_size")
         if mixer_type(mixer) == "sliding_window" and window is None:
             raise unsupported(prefix, "a sliding_window mixer without window_size", "one with it")
+        if window is not None:
+            window = required(mixer, "window_size", prefix)
         query, key, value, dense = has_biases(mixer)
         heads = required(mixer, "heads", prefix)
         shape = SelfAttentionShape(
@@ -92,6 +94,8 @@ class Apriel2Attention(SelfAttention, Apriel2Mixer):
             o_bias=dense,
             sliding_window=window,
         )
+        if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
+            raise unsupported(prefix, f"{heads} heads in {shape.num_kv_heads} groups", "a multiple")
         rope = get_rope(
             shape.head_dim, model.max_model_len, rope_parameters=rope_parameters(mixer, prefix)
         )

@@ -43,9 +43,11 @@ from vllm.model_executor.models.utils import (
     maybe_prefix,
 )
 from vllm.model_executor.models.weights import (
+    LM_HEAD,
     AutoWeightsLoader,
     FusedName,
     StackedName,
+    TiedHead,
     WeightsMapper,
     record_unused,
     widened,
@@ -297,7 +299,13 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
             stacked=self.stacked_names,
             skip_prefixes=self._without_use(),
         )
-        return loader.load_weights(weights, mapper=self.weights_mapper)
+        if not self.tied or not get_pp_group().is_last_rank:
+            return loader.load_weights(weights, mapper=self.weights_mapper)
+        head = TiedHead(self.output_head.weight)
+        weights = head.noticed(weights, self.weights_mapper)
+        loaded = loader.load_weights(weights, mapper=self.weights_mapper)
+        head.check()
+        return loaded
 
     def _without_use(self) -> dict[str, str]:
         """Checkpoint prefixes (after mapping) that are not loaded -> why."""
@@ -313,9 +321,10 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
 
     def wants(self, name: str) -> bool:
         """See `LoadsPart`: whether the model has use for the tensor, and no other pipeline stage
-        alone has what it is for."""
+        alone has what it is for. A tied head is compared."""
         mapped = self.weights_mapper.map_name(name) or ""
-        return self._is_of_stage(name) and not mapped.startswith((*self._without_use(),))
+        useless = mapped.startswith((*self._without_use(),)) and mapped != LM_HEAD
+        return self._is_of_stage(name) and not useless
 
     def leave_out(self, names: Sequence[str]) -> None:
         """See `LoadsPart`: what has no use is recorded."""

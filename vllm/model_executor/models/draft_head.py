@@ -15,7 +15,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.draft_logits import DraftLogits, MakesLogits
 from vllm.model_executor.models.interfaces import LoadsPart
-from vllm.model_executor.models.weights import WeightsError
+from vllm.model_executor.models.weights import LM_HEAD, WeightsError
 from vllm.model_executor.utils import set_weight_attrs
 
 
@@ -83,9 +83,6 @@ class DraftHead(TargetReader):
         for module in self.modules():
             if isinstance(module, Attention):
                 module.cache_lookahead = 1
-
-
-LM_HEAD = "lm_head.weight"
 
 
 class DraftVocabulary(TargetReader):
