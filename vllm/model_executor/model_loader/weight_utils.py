@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader.device_stream import (
     StoredTensor,
     read_header,
@@ -60,7 +61,7 @@ def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> F
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin"))
         found = f"found only {', '.join(others)}; convert them" if others else "found none"
-        raise ValueError(f"{directory}: no *.safetensors file ({found})")
+        raise VLLMValidationError(f"{directory}: no *.safetensors file ({found})")
     return {path: None for path in files}
 
 
@@ -68,7 +69,7 @@ def _indexed_files(index: Path) -> FilePlan:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index}: not a safetensors index ({error})") from error
+        raise VLLMValidationError(f"{index}: not a safetensors index ({error})") from error
     plan: dict[Path, list[str] | None] = {}
     for name, file in sorted(weight_map.items()):
         names = plan.setdefault(index.parent / file, [])
@@ -76,7 +77,7 @@ def _indexed_files(index: Path) -> FilePlan:
         names.append(name)
     absent = [path.name for path in plan if not path.is_file()]
     if absent:
-        raise ValueError(f"{index} names absent files: {', '.join(absent)}")
+        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
     return plan
 
 
@@ -117,7 +118,7 @@ def _wanted(path: Path, names: list[str] | None) -> list[StoredTensor]:
         return stored
     absent = sorted(set(names) - {one.name for one in stored})
     if absent:
-        raise ValueError(_lacks(path, absent))
+        raise VLLMValidationError(_lacks(path, absent))
     wanted = set(names)
     return [one for one in stored if one.name in wanted]
 
@@ -140,11 +141,11 @@ def safetensors_weights_iterator(
                 present = set(file.keys())
                 absent = sorted(set(names or ()) - present)
                 if absent:
-                    raise ValueError(_lacks(path, absent))
+                    raise VLLMValidationError(_lacks(path, absent))
                 for name in names if names is not None else sorted(present):
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupt: {error}") from error
+            raise VLLMValidationError(f"{path} is truncated or corrupt: {error}") from error
 
 
 def sharded_weight_loader(shard_axis: int) -> Callable[[Tensor, Tensor], None]:
