@@ -220,6 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the demo's)")
     model = parser.parse_args().model or find_checkpoint()
+    if not (model / "config.json").is_file():
+        parser.error(f"--model {model}: no checkpoint is there")
     count = AutoConfig.from_pretrained(model).get_text_config().num_hidden_layers
     layers = sorted({min(2, count), count // 2, count})
     token_ids = AutoTokenizer.from_pretrained(model)(_PROMPT).input_ids

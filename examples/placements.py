@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import random
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -213,4 +214,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except httpx.ConnectError as error:
+        sys.exit(f"error: no server answers at --url: {error}; --help says how to start one")

@@ -70,6 +70,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--batch-tokens must hold a sample")
     if args.samples < 10:
         parser.error("--samples must be at least 10: one in ten validates")
+    if not (Path(args.model) / "config.json").is_file():
+        parser.error(f"--model {args.model}: no checkpoint is there")
     return args
 
 

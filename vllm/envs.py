@@ -5,6 +5,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.envs_table import TABLE, Variable
+from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
     VLLM_ALLOW_INSECURE_SERIALIZATION: bool
@@ -40,7 +41,9 @@ def _read(variable: Variable) -> Any:
     try:
         return variable.parse(text)
     except ValueError as error:
-        raise ValueError(f"environment variable {variable.name}={text!r}: {error}") from None
+        raise VLLMValidationError(
+            f"environment variable {variable.name}={text!r}: {error}"
+        ) from None
 
 
 def __getattr__(name: str) -> Any:

@@ -19,5 +19,5 @@ class VLLMValidationError(ValueError):
         self.parameter = parameter
         self.value = value
 
-    def __reduce__(self) -> tuple[type["VLLMValidationError"], tuple[str, str | None, Any]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.parameter, self.value)

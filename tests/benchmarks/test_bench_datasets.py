@@ -66,6 +66,7 @@ def test_spread_prefix_and_short_names(tokenizer: PreTrainedTokenizerFast) -> No
         ({"num_prompts": 0}, "--num-prompts"),
         ({"dataset_name": "custom"}, "needs --dataset-path"),
         ({"dataset_path": "x"}, "random needs no file"),
+        ({"dataset_name": "custom", "dataset_path": "/no/file"}, "/no/file: no such file"),
         ({"dataset_name": "sonnet"}, "dataset_name"),
     ],
 )
@@ -121,14 +122,16 @@ def test_sharegpt(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         ("custom", "", "no usable entry"),
         ("sharegpt", "{}", "expected a JSON list"),
         ("sharegpt", "[", "not valid JSON"),
-        ("custom", None, "No such file"),
+        ("custom", None, "Is a directory"),
     ],
 )
 def test_files_that_cannot_be_used(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, text: str | None, words: str
 ) -> None:
     path = tmp_path / "file"
-    if text is not None:
+    if text is None:
+        path.mkdir()
+    else:
         path.write_text(text)
     args = dataset(dataset_name=name, dataset_path=str(path))
     with pytest.raises(VLLMValidationError, match=words):

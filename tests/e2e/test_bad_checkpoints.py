@@ -18,6 +18,7 @@ from tests.e2e.remote_server import MAIN
 from tests.forked_python import run_python
 from tests.tiny_models import tiny_model
 from vllm import LLM
+from vllm.exceptions import VLLMValidationError
 
 pytestmark = pytest.mark.e2e
 
@@ -125,7 +126,7 @@ def damaged(name: str, path: Path) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_offline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(VLLMValidationError) as caught:
         LLM(damaged(name, tmp_path), dtype="float32", kv_cache_memory_bytes=32 << 20)
     assert CASES[name][1] in str(caught.value)
 
@@ -137,3 +138,4 @@ def test_served(name: str, tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("vllm serve: error: ") and CASES[name][1] in last
+    assert "Traceback" not in done.stderr

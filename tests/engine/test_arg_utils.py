@@ -200,6 +200,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"enable_chunked_prefill": False, "max_num_batched_tokens": 300}, "--max-model-len .512."),
     ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "--max-num-batched-tokens .4."),
+    ({"max_num_seqs": 0}, r"\(--max-num-seqs\): input should be greater than 0"),
     ({"optimization_level": 7}, "-O 7"),
     ({"enable_lora": True}, "--enable-lora True: not supported yet: LoRA adapters; instead, merge"),
     ({"kv_offloading_size": 0}, "kv_offloading_size"),

@@ -184,6 +184,12 @@ def test_a_reader_that_leaves_is_no_failure() -> None:
     assert process.returncode == 128 + signal.SIGPIPE
 
 
+def test_usage_says_which_words_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain"])
+    assert "usage: vllm explain MODEL [flags]" in capsys.readouterr().err
+
+
 def test_an_unknown_connector_is_the_users_error(capsys: pytest.CaptureFixture[str]) -> None:
     connector = '{"kv_connector": "Nope", "kv_role": "kv_both"}'
     model = "examples/models/tiny-qwen3_5-code"

@@ -83,6 +83,10 @@ def test_mismatched_lists_and_bad_prompts_leave_no_request_behind(make_llm):
         llm.generate([[1], [2]], SamplingParams(), priority=[1])
     with pytest.raises(VLLMValidationError, match="outside the vocabulary"):
         llm.generate([[1], [VOCAB]], SamplingParams())
+    with pytest.raises(TypeError, match="prompts must be a text"):
+        llm.generate(None, SamplingParams())
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):
+        llm.generate([[1], [2]], {"max_tokens": 2})
     assert not llm.llm_engine.has_unfinished_requests()
     assert len(llm.generate([[1], [2]], SamplingParams(max_tokens=2))) == 2
 

@@ -133,6 +133,7 @@ def test_prompts_are_cut_anywhere_and_the_same_every_time() -> None:
     [
         (["--samples", "9"], "--samples must be at least 10"),
         (["--batch-tokens", "100"], "--batch-tokens must hold a sample"),
+        (["--model", "/no/dir"], "--model /no/dir: no checkpoint is there"),
     ],
 )
 def test_arguments_that_cannot_work(

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from vllm import decisions, platforms
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import DeviceCapability, Platform, cpu, cuda, current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.cuda import (
@@ -56,7 +57,7 @@ def test_choice(
 def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "count_devices", lambda: 0)
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cuda")
-    with pytest.raises(RuntimeError, match="no CUDA device"):
+    with pytest.raises(VLLMValidationError, match="no CUDA device"):
         platforms._choose()
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "tpu")
     with pytest.raises(ValueError, match="VLLM_TARGET_DEVICE='tpu'.*cpu, cuda"):

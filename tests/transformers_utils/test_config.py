@@ -62,7 +62,7 @@ BROKEN: list[tuple[str | None, str]] = [
     ("{", "not valid JSON"),
     ("[1]", "must hold a JSON object"),
     ("{}", "cannot be used"),
-    ('{"model_type": "nonsense"}', "model_type 'nonsense'"),
+    ('{"model_type": "nonsense"}', "model_type 'nonsense'.* does not know this type; a newer one"),
     (json.dumps({**LLAMA, "hidden_size": "big"}), "hidden_size"),
     (json.dumps({**LLAMA, "dtype": "torch.half"}), "has no attribute 'torch.half'"),
     (
@@ -123,7 +123,7 @@ def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
 def test_missing_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(VLLMValidationError, match="'/no/such/dir' is neither a local directory"):
+    with pytest.raises(VLLMValidationError, match="'/no/such/dir' .*: give the directory"):
         get_config("/no/such/dir")
 
 

@@ -78,6 +78,8 @@ class DatasetArgs:
             raise VLLMValidationError(
                 "--dataset-path needs --dataset-name sharegpt or custom; random needs no file"
             )
+        if self.dataset_path is not None and not Path(self.dataset_path).exists():
+            raise VLLMValidationError(f"--dataset-path {self.dataset_path}: no such file")
 
 
 def load_samples(

@@ -72,8 +72,9 @@ def batch_limits(
         decisions.record("max_num_seqs", seqs, why)
     if tokens is None:
         tokens, why = _TOKENS[large, usage.is_offline], f"default ({where}, {device})"
-        if tokens > seqs * max_model_len:
-            tokens, why = seqs * max_model_len, "no batch can be larger"
+        most = max(1, seqs) * max_model_len  # a bad --max-num-seqs is reported as such
+        if tokens > most:
+            tokens, why = most, "no batch can be larger"
         if tokens < seqs * tokens_per_request:
             tokens = seqs * tokens_per_request
             why = "what --max-num-seqs decoding requests need"

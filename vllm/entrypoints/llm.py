@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -350,6 +350,10 @@ def _as_prompts(prompts: Any) -> list[Any]:
     """One prompt, in whatever form, becomes a list of one."""
     if isinstance(prompts, str | dict):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a text, token ids, a prompt object or a list of them, got {prompts!r}"
+        )
     items = list(prompts)
     if items and type(items[0]) is int:
         return [items]
@@ -367,7 +371,9 @@ def _per_prompt(name: str, value: Any, count: int, kind: type) -> list[Any]:
     """One value for all prompts, or a list of `count`."""
     if value is None or isinstance(value, kind):
         return [value] * count
-    values = list(value)
+    values = list(value) if isinstance(value, Sequence) else [value]
+    if strange := [one for one in values if one is not None and not isinstance(one, kind)]:
+        raise TypeError(f"{name} must be {kind.__name__} or a list of them, got {strange[0]!r}")
     if len(values) != count:
         raise ValueError(f"{name} has {len(values)} entries for {count} prompts")
     return values

@@ -7,6 +7,7 @@
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def _choose() -> Platform:
     found = count_devices()
     if wanted == "cuda":
         if found == 0:
-            raise RuntimeError(
+            raise VLLMValidationError(
                 "VLLM_TARGET_DEVICE=cuda, but torch finds no CUDA device; set it to cpu"
             )
         return CudaPlatform()

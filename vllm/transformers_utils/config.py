@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PretrainedConfig
 
 from vllm.exceptions import VLLMValidationError
@@ -200,12 +201,22 @@ def read_config_dict(model: str | Path, *, revision: str | None = None) -> dict[
     except OSError as error:
         reason = "is neither a local directory nor a model that can be fetched: "
         reason += str(error).strip().splitlines()[0]
+        if _is_path(str(model)):
+            reason = (
+                "is neither a local directory nor the name of a model (owner/name): give the "
+                "directory that holds config.json and the weights"
+            )
         if Path(model).is_dir():
             reason = f"holds no config.json that can be read, so it is not a checkpoint: {error}"
         raise _model_error(f"{str(model)!r} {reason}", model) from None
     if not isinstance(raw, dict):
         raise _model_error(f"{model}/config.json must hold a JSON object", model)
     return raw
+
+
+def _is_path(model: str) -> bool:
+    """Whether this cannot be a name on the hub, which is `name` or `owner/name`."""
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1
 
 
 def _parse(
@@ -217,6 +228,7 @@ def _parse(
 ) -> PretrainedConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = raw.get("model_type")
     known = _known_config(model_type)
@@ -238,6 +250,11 @@ def _parse(
     ) as error:
         reason = " ".join(str(error).split())
         hint = "" if trust_remote_code else _remote_code_hint(raw)
+        if isinstance(model_type, str) and model_type not in CONFIG_MAPPING and not hint:
+            reason = (
+                f"transformers {transformers.__version__} does not know this type; a newer one "
+                "may, or a plugin can register it (docs/adding_a_model.md)"
+            )
         raise _model_error(
             f"config.json of {model!r} (model_type {model_type!r}) cannot be used: {reason}{hint}",
             model,

@@ -200,8 +200,12 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return len(self._option_string_actions) > _MANY
 
     def _short_usage(self) -> str:
-        words = [action.metavar or action.dest for action in self._get_positional_actions()]
-        return " ".join(["usage:", self.prog, *(f"[{word}]" for word in words), "[flags]"])
+        named = [
+            (str(action.metavar or action.dest), action.required)
+            for action in self._get_positional_actions()
+        ]
+        words = [name if required else f"[{name}]" for name, required in named]
+        return " ".join(["usage:", self.prog, *words, "[flags]"])
 
     def _overview(self) -> str:
         """The groups, and how to ask for more."""

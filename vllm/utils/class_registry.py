@@ -15,13 +15,13 @@ def resolve_class(path: str) -> type[Any]:
     """`"package.module.Class"` -> the class; ValueError when there is no such class."""
     module_name, _, class_name = path.rpartition(".")
     if not module_name:
-        raise ValueError(f"{path!r} is not a dotted path of the form package.module.Class")
+        raise VLLMValidationError(f"{path!r} is not a dotted path of the form package.module.Class")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {path!r}: {error}") from error
+        raise VLLMValidationError(f"cannot import {path!r}: {error}") from error
     if not isinstance(found, type):
-        raise ValueError(f"{path!r} is not a class")
+        raise VLLMValidationError(f"{path!r} is not a class")
     return found
 
 
@@ -40,7 +40,7 @@ class ClassRegistry(Generic[T]):
         Registering the same again does nothing, so plug-ins may run twice; ValueError for another.
         """
         if self._entries.setdefault(name, entry) != entry:
-            raise ValueError(f"{self._what} {name!r} is already registered")
+            raise VLLMValidationError(f"{self._what} {name!r} is already registered")
 
     def names(self) -> list[str]:
         """The registered names in order."""

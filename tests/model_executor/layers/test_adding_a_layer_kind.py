@@ -46,8 +46,11 @@ class MovingAverage(RecurrentMixer):
 
     def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> None:
         (x,), (state,) = tokens, self.kv_cache
-        out[:] = DECAY * state[blocks.long()] + (1 - DECAY) * x
-        state[blocks.long()] = out
+        # A row without a block takes the null block, and writes what is there.
+        at, is_request = blocks.clamp(min=0).long(), (blocks >= 0)[:, None]
+        before = state[at]
+        out[:] = DECAY * before + (1 - DECAY) * x
+        state[at] = torch.where(is_request, out, before)
 
     def prefill(self, batch: PrefillBatch, out: Tensor, *tokens: Tensor) -> None:
         (x,), (state,) = tokens, self.kv_cache
@@ -100,6 +103,14 @@ def test_state_is_bound_and_carried(harness: Harness) -> None:
     torch.testing.assert_close(rest, whole[11:29])
     mixed = harness.logits([Chunk(1, 29, ids[29:]), Chunk(2, 0, ids)])
     torch.testing.assert_close(mixed, torch.cat([whole[29:], whole]))
+
+
+def test_rows_without_a_request_write_nothing() -> None:
+    layer = MovingAverage(2, "mixer")
+    layer.kv_cache = (torch.ones(4, 2),)
+    out = torch.empty(3, 2)
+    layer.decode(torch.tensor([1, -1, -1], dtype=torch.int32), out, torch.zeros(3, 2))
+    torch.testing.assert_close(layer.kv_cache[0][:, 0], torch.tensor([1.0, DECAY, 1.0, 1.0]))
 
 
 def test_layers_of_a_kind_share_a_spec(harness: Harness) -> None:

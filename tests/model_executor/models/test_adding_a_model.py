@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.model_executor.harness import MAX_MODEL_LEN, Chunk, Harness
+from tests.model_executor.layers.ranks import as_rank
 from tests.tiny_models import hf_reference_generate, hf_reference_logits, tiny_model
 from vllm import ModelRegistry
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
+from vllm.distributed.utils import per_rank
 from vllm.engine.resolve import resolve
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -31,6 +34,7 @@ class PlainAttention(nn.Module):
         config = vllm_config.model_config.hf_text_config
         hidden, head_dim = config.hidden_size, config.head_dim
         kv_size = config.num_key_value_heads * head_dim
+        num_ranks = get_tensor_model_parallel_world_size()
         self.q_proj = ColumnParallelLinear(hidden, config.num_attention_heads * head_dim, False)
         self.k_proj = ColumnParallelLinear(hidden, kv_size, False)
         self.v_proj = ColumnParallelLinear(hidden, kv_size, False)
@@ -41,10 +45,10 @@ class PlainAttention(nn.Module):
             rope_parameters=config.rope_parameters,
         )
         self.attn = Attention(
-            config.num_attention_heads,
+            per_rank("attention heads", config.num_attention_heads, num_ranks),
             head_dim,
             head_dim**-0.5,
-            config.num_key_value_heads,
+            per_rank("key/value heads", config.num_key_value_heads, num_ranks),
             prefix=f"{prefix}.attn",
         )
 
@@ -102,6 +106,17 @@ def test_registered_family_equals_transformers(path: Path, by_name: bool) -> Non
     found = harness.logits([Chunk(0, 0, ids)])
     assert float((found - expected).abs().max() / expected.std()) < 5e-5
     assert harness.generate(ids, 8, chunk_size=16, seq=1) == hf_reference_generate(path, ids, 8)
+
+
+def test_a_rank_has_its_heads(path: Path) -> None:
+    config = config_of(path, "LlamaForCausalLM")
+    with set_current_vllm_config(config), as_rank(0, 2):
+        layer = PlainAttention(config, "layers.0.self_attn")
+    sizes = config.model_config.hf_text_config
+    assert (layer.attn.num_heads, layer.attn.num_kv_heads) == (
+        sizes.num_attention_heads // 2,
+        sizes.num_key_value_heads // 2,
+    )
 
 
 class ConstantModel(nn.Module):

@@ -5,6 +5,7 @@ from dataclasses import astuple
 
 from torch import Tensor, nn
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.moe import ClampedSwiglu
 from vllm.platforms import current_platform
 
@@ -43,7 +44,9 @@ class SquaredReLU(nn.Module):
 def get_act_fn(name: str) -> nn.Module:
     """The activation of a network without gate; raises ValueError for an unknown one."""
     if name != "relu2":
-        raise ValueError(f"hidden_act {name!r} is not supported without gate; supported: 'relu2'")
+        raise VLLMValidationError(
+            f"hidden_act {name!r} is not supported without gate; supported: 'relu2'"
+        )
     return SquaredReLU()
 
 
@@ -65,5 +68,5 @@ def get_act_and_mul_fn(name: str) -> nn.Module:
     """The gated activation of a config's `hidden_act`; raises ValueError for an unknown one."""
     if name not in _GATES:
         supported = ", ".join(map(repr, _GATES))
-        raise ValueError(f"hidden_act {name!r} is not supported; supported: {supported}")
+        raise VLLMValidationError(f"hidden_act {name!r} is not supported; supported: {supported}")
     return _GATES[name]()

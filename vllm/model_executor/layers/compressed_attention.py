@@ -12,6 +12,7 @@ from vllm.compilation.graph_break import graph_break
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.compressed_attention import ChooseProblem, CompressedAttentionProblem
 from vllm.kernels.compressed_attention.rotation import rotate_pairs
 from vllm.kernels.fp8 import FP8
@@ -62,7 +63,7 @@ class CompressedAttentionShape:
 
     def __post_init__(self) -> None:
         if self.ratio not in (0, SPARSE_RATIO, DENSE_RATIO):
-            raise ValueError(
+            raise VLLMValidationError(
                 f"compress ratio {self.ratio} is not supported; supported: 0 (a window only), "
                 f"{SPARSE_RATIO} and {DENSE_RATIO}"
             )
@@ -215,7 +216,7 @@ class CompressedAttention(nn.Module):
     def _cache_dtype(self) -> torch.dtype:
         dtype = kv_cache_torch_dtype(get_current_vllm_config())
         if dtype is FP8:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{self.prefix}: compressed attention does not read a float8 cache; use "
                 "--kv-cache-dtype auto"
             )

@@ -11,6 +11,7 @@ from vllm.compilation.graph_break import graph_break
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.fp8 import FP8
 from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
@@ -127,7 +128,7 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase, ReadsTiles):
         config = get_current_vllm_config()
         self.kv_cache_dtype = kv_cache_torch_dtype(config)
         if self.kv_cache_dtype is FP8:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{self.layer_name}: latent attention does not read a float8 cache; use "
                 "--kv-cache-dtype auto"
             )

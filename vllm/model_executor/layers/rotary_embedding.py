@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.exceptions import VLLMValidationError
 
 RopeParameters = Mapping[str, Any]
 
@@ -58,7 +59,9 @@ def attention_factor(rope: RopeParameters) -> float:
     if rope.get("rope_type", "default") != "yarn":
         return 1.0
     if rope.get("mscale") or rope.get("mscale_all_dim"):
-        raise ValueError("rope_type 'yarn' with mscale is not supported; give attention_factor")
+        raise VLLMValidationError(
+            "rope_type 'yarn' with mscale is not supported; give attention_factor"
+        )
     given = rope.get("attention_factor")
     factor = float(rope["factor"])
     if given is not None:
@@ -88,10 +91,14 @@ def inverse_frequencies(rotary_dim: int, rope: RopeParameters) -> Tensor:
     """
     kind = rope.get("rope_type", "default")
     if kind not in _SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not supported; supported: {sorted(_SCALINGS)}")
+        raise VLLMValidationError(
+            f"rope_type {kind!r} is not supported; supported: {sorted(_SCALINGS)}"
+        )
     missing = [key for key in NEEDED[kind] if rope.get(key) is None]
     if missing:
-        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}; got {dict(rope)}")
+        raise VLLMValidationError(
+            f"rope_type {kind!r} needs {', '.join(missing)}; got {dict(rope)}"
+        )
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
     return _SCALINGS[kind](inv_freq, rope)
@@ -113,7 +120,7 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
         self.mrope_section = tuple(rope_parameters.get("mrope_section") or ())
         if self.mrope_section and sum(self.mrope_section) * 2 != self.rotary_dim:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"mrope_section {list(self.mrope_section)} must sum to half of the rotary "
                 f"dimension {self.rotary_dim}"
             )
@@ -168,7 +175,9 @@ def get_rope(
     Raises ValueError for an unsupported rotation.
     """
     if not is_neox_style:
-        raise ValueError("interleaved (GPT-J) rotation is not supported; only NeoX style is")
+        raise VLLMValidationError(
+            "interleaved (GPT-J) rotation is not supported; only NeoX style is"
+        )
     parameters = {"rope_theta": 10000.0, **(rope_parameters or {})}
     device = torch.get_default_device()
     # Another engine's table goes when that engine sleeps.

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm.exceptions import VLLMValidationError
+
 _DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -66,26 +68,30 @@ def read_header(path: Path) -> list[StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(min(length, size))
     if len(text) < length:
-        raise ValueError(f"{path} is truncated or corrupt: {len(text)} of {length} header bytes")
+        raise VLLMValidationError(
+            f"{path} is truncated or corrupt: {len(text)} of {length} header bytes"
+        )
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         found = [_stored(name, entry, 8 + length) for name, entry in entries.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is truncated or corrupt: {error!r}") from error
+        raise VLLMValidationError(f"{path} is truncated or corrupt: {error!r}") from error
     for one in found:
         if one.num_bytes < 0 or one.offset < 0 or one.offset + one.num_bytes > size:
-            raise ValueError(f"{path} is truncated or corrupt: {one.name} lies outside the file")
+            raise VLLMValidationError(
+                f"{path} is truncated or corrupt: {one.name} lies outside the file"
+            )
     return sorted(found, key=lambda one: one.offset)
 
 
 def _stored(name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
     kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if kind not in _DTYPES:
-        raise ValueError(f"{name} has the dtype {kind}, which is not supported")
+        raise VLLMValidationError(f"{name} has the dtype {kind}, which is not supported")
     dtype = _DTYPES[kind]
     if math.prod(shape) * dtype.itemsize != end - begin:
-        raise ValueError(f"{name} of shape {shape} does not take {end - begin} bytes")
+        raise VLLMValidationError(f"{name} of shape {shape} does not take {end - begin} bytes")
     return StoredTensor(name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
@@ -115,7 +121,7 @@ class _Buffer:
         while done < piece.num_bytes:
             count = os.preadv(piece.file, [view[done:]], piece.offset + done)
             if count == 0:
-                raise ValueError("a checkpoint file became shorter while it was read")
+                raise VLLMValidationError("a checkpoint file became shorter while it was read")
             done += count
 
     def copy_to(self, target: Tensor) -> None:

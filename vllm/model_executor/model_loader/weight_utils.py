@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_loader.device_stream import (
     StoredTensor,
     read_header,
@@ -64,7 +65,7 @@ def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> F
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin"))
         found = f"found only {', '.join(others)}; convert them" if others else "found none"
-        raise ValueError(f"{directory}: no *.safetensors file ({found})")
+        raise VLLMValidationError(f"{directory}: no *.safetensors file ({found})")
     whole = directory / WHOLE_NAME
     if whole in files and len(files) > 1:
         left_out = ", ".join(path.name for path in files if path != whole)
@@ -83,7 +84,7 @@ def _check_apart(files: Sequence[Path]) -> None:
         for one in read_header(path):
             first = owners.setdefault(one.name, path)
             if first != path:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"{path.parent}: both {first.name} and {path.name} have {one.name}; leave one "
                     f"file out (--ignore-patterns {path.name}), or add a {INDEX_NAME}"
                 )
@@ -93,7 +94,7 @@ def _indexed_files(index: Path) -> FilePlan:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index}: not a safetensors index ({error})") from error
+        raise VLLMValidationError(f"{index}: not a safetensors index ({error})") from error
     plan: dict[Path, list[str] | None] = {}
     for name, file in sorted(weight_map.items()):
         names = plan.setdefault(index.parent / file, [])
@@ -101,7 +102,7 @@ def _indexed_files(index: Path) -> FilePlan:
         names.append(name)
     absent = [path.name for path in plan if not path.is_file()]
     if absent:
-        raise ValueError(f"{index} names absent files: {', '.join(absent)}")
+        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
     return plan
 
 
@@ -142,7 +143,7 @@ def _wanted(path: Path, names: list[str] | None) -> list[StoredTensor]:
         return stored
     absent = sorted(set(names) - {one.name for one in stored})
     if absent:
-        raise ValueError(_lacks(path, absent))
+        raise VLLMValidationError(_lacks(path, absent))
     wanted = set(names)
     return [one for one in stored if one.name in wanted]
 
@@ -165,11 +166,11 @@ def safetensors_weights_iterator(
                 present = set(file.keys())
                 absent = sorted(set(names or ()) - present)
                 if absent:
-                    raise ValueError(_lacks(path, absent))
+                    raise VLLMValidationError(_lacks(path, absent))
                 for name in names if names is not None else sorted(present):
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupt: {error}") from error
+            raise VLLMValidationError(f"{path} is truncated or corrupt: {error}") from error
 
 
 def sharded_weight_loader(shard_axis: int) -> Callable[[Tensor, Tensor], None]:

@@ -3,6 +3,7 @@
 
 from transformers import PretrainedConfig
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.models.deepseek_v3 import (
@@ -24,12 +25,12 @@ class DeepseekV2DecoderLayer(DeepseekV3DecoderLayer):
     @staticmethod
     def mixture(config: PretrainedConfig, prefix: str) -> MixtureShape:
         if config.topk_method not in _METHODS:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix}: topk_method {config.topk_method!r} is not supported; supported: "
                 f"{', '.join(_METHODS)}"
             )
         if config.norm_topk_prob:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix}: norm_topk_prob is not supported; released checkpoints have false"
             )
         grouped = _METHODS[config.topk_method]

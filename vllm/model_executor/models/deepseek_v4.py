@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from vllm import decisions
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
 from vllm.model_executor.layers.compressed_attention import (
     DENSE_RATIO,
@@ -95,11 +96,15 @@ def compress_ratio(config: PretrainedConfig, layer_index: int) -> int:
     """Tokens per entry of a layer, 0 of one with a window only; ValueError for another ratio."""
     kind = config.layer_types[layer_index]
     if kind not in _RATIOS:
-        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {', '.join(_RATIOS)}")
+        raise VLLMValidationError(
+            f"layer {layer_index} has type {kind!r}; supported: {', '.join(_RATIOS)}"
+        )
     ratio = _RATIOS[kind]
     found = (config.compress_rates or {}).get(kind, ratio)
     if found != ratio:
-        raise ValueError(f"compress_rates: {kind} at {found} is not supported; supported: {ratio}")
+        raise VLLMValidationError(
+            f"compress_rates: {kind} at {found} is not supported; supported: {ratio}"
+        )
     return ratio
 
 
@@ -135,7 +140,7 @@ def mixture_shape(config: PretrainedConfig, layer_index: int) -> MixtureShape:
     """Of one layer: scores that the release computes in fp32, one clamp for all experts, and a bias
     or a table that chooses. ValueError for another kind of routing."""
     if config.scoring_func != "sqrtsoftplus" or not config.norm_topk_prob:
-        raise ValueError(
+        raise VLLMValidationError(
             f"scoring_func {config.scoring_func!r} with norm_topk_prob {config.norm_topk_prob} is "
             "not supported; supported: 'sqrtsoftplus' with norm_topk_prob"
         )

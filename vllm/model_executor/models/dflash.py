@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -50,7 +51,7 @@ def attention_shape(
     """The attention of the `index`-th layer. ValueError for an unknown layer type."""
     kind = config.layer_types[index]
     if kind not in ("full_attention", "sliding_attention"):
-        raise ValueError(
+        raise VLLMValidationError(
             f"draft layer {index} has type {kind!r}; supported: full_attention, sliding_attention"
         )
     slides = kind == "sliding_attention"

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from vllm import decisions
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -44,7 +45,9 @@ def attention_shape(config: PretrainedConfig, index: int) -> SelfAttentionShape:
     kinds = config.layer_types
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kinds[index] not in windows:
-        raise ValueError(f"draft layer {index} has type {kinds[index]!r}; supported: {windows}")
+        raise VLLMValidationError(
+            f"draft layer {index} has type {kinds[index]!r}; supported: {windows}"
+        )
     return replace(
         llama.attention_shape(config),
         eps=config.rms_norm_eps,

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -70,7 +71,7 @@ def _rope(vllm_config: VllmConfig) -> RotaryEmbedding:
     if kind in (None, "nope"):
         return no_rope(head_dim(config), vllm_config.model_config.max_model_len)
     if kind != "rope":
-        raise ValueError(
+        raise VLLMValidationError(
             f"position_embedding_type {kind!r} is not supported; supported: nope, rope"
         )
     return rotary(vllm_config, head_dim(config))
@@ -96,7 +97,7 @@ class GraniteMoeHybridDecoderLayer(DecoderLayer):
                 attention_shape(config), rope, f"{prefix}.self_attn", quant_config
             )
         else:
-            raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention")
+            raise VLLMValidationError(f"{prefix} has type {kind!r}; supported: mamba, attention")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = _new_mlp(vllm_config, f"{prefix}.mlp")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
@@ -54,7 +55,7 @@ class MultipliedEmbeddingsModel(DecoderModel):
 def only_silu(activation: str, prefix: str) -> None:
     """ValueError for another activation of a recurrent layer's convolution, or Mamba2's gate."""
     if activation != "silu":
-        raise ValueError(
+        raise VLLMValidationError(
             f"{prefix}: a recurrent layer with {activation!r} is not supported; supported: silu"
         )
 

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.kimi_delta_attention import (
     KimiDeltaAttention,
     KimiDeltaAttentionShape,
@@ -53,7 +54,7 @@ class KimiLinearDecoderLayer(DecoderLayer):
                 latent_attention_shape(config), name, quant_config
             )
         else:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
             )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba2 import Mamba2, Mamba2Shape
@@ -111,9 +112,9 @@ def _new_mixer(kind: str, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         )
     if kind == "moe":
         if config.mlp_bias:
-            raise ValueError(f"{prefix}: experts with biases are not supported")
+            raise VLLMValidationError(f"{prefix}: experts with biases are not supported")
         return MixtureOfExperts(mixture_shape(config), prefix, quant_config)
-    raise ValueError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp, moe")
+    raise VLLMValidationError(f"{prefix} has type {kind!r}; supported: mamba, attention, mlp, moe")
 
 
 class NemotronHForCausalLM(HybridForCausalLM):

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.distributed.utils import divide, per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
@@ -184,7 +185,7 @@ def new_layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
     if kind == "full_attention":
         return OlmoHybridAttentionLayer(vllm_config, prefix)
     supported = ["full_attention", "linear_attention"]
-    raise ValueError(f"{prefix} has type {kind!r}; supported: {supported}")
+    raise VLLMValidationError(f"{prefix} has type {kind!r}; supported: {supported}")
 
 
 class OlmoHybridForCausalLM(HybridForCausalLM):

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetShape
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
@@ -63,7 +64,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
                 attention_shape(config), rope, f"{prefix}.self_attn", quant_config
             )
         else:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix} has type {kind!r}; supported: full_attention, linear_attention"
             )
         self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps)

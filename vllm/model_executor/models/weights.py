@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import FP8, GROUP
 from vllm.model_executor.parameter import (
     SHARED_EXPERT,
@@ -109,7 +111,7 @@ FusedName = tuple[str, str, ShardId | tuple[ShardId, ...]]
 _SHOWN = 20
 
 
-class WeightsError(ValueError):
+class WeightsError(VLLMValidationError):
     """The checkpoint and the model disagree; the message lists where."""
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -122,7 +124,7 @@ class WeightsError(ValueError):
         )
         self.problems = tuple(problems)
 
-    def __reduce__(self) -> tuple[type[WeightsError], tuple[tuple[str, ...]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Between processes; the default would pass the message as the problems."""
         return type(self), (self.problems,)
 

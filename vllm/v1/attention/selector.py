@@ -9,6 +9,7 @@ import torch
 
 from vllm import decisions
 from vllm.config import get_current_vllm_config
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
@@ -27,7 +28,7 @@ def get_attn_backend(head_size: int, dtype: torch.dtype) -> type[AttentionBacken
     config = get_current_vllm_config()
     backend = _backend_of(config.attention_backend, head_size, dtype)
     if config.drafter is not None and backend.plans_on_host:
-        raise ValueError(
+        raise VLLMValidationError(
             f"--attention-backend {backend.name} plans its work on the host, which does not know "
             "how many draft tokens were accepted, so it cannot run with a drafter "
             "(--speculative-config); use PAGED"
@@ -44,28 +45,32 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
         return PagedAttentionBackend
     if name == "FLASHINFER":
         if not current_platform.is_cuda():
-            raise ValueError("--attention-backend FLASHINFER needs a CUDA device; use PAGED")
+            raise VLLMValidationError(
+                "--attention-backend FLASHINFER needs a CUDA device; use PAGED"
+            )
         if importlib.util.find_spec("flashinfer") is None:
-            raise ValueError(
+            raise VLLMValidationError(
                 "--attention-backend FLASHINFER needs the flashinfer-python package; "
                 "install vllm[cuda] or use PAGED"
             )
         if head_size not in (64, 128, 256) or dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(
+            raise VLLMValidationError(
                 f"--attention-backend FLASHINFER supports 16-bit heads of 64, 128 or 256, not "
                 f"{dtype} heads of {head_size}; use PAGED"
             )
         from vllm.v1.attention.backends.flashinfer import FlashInferBackend
 
         return FlashInferBackend
-    raise ValueError(f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}")
+    raise VLLMValidationError(
+        f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}"
+    )
 
 
 def get_latent_attn_backend() -> type[AttentionBackend]:
     """The backend of multi-head latent attention; ValueError if another was asked for."""
     asked = get_current_vllm_config().attention_backend
     if asked is not None and asked.upper() != "PAGED":
-        raise ValueError(
+        raise VLLMValidationError(
             f"--attention-backend {asked} does not run latent attention; leave it out, or use PAGED"
         )
     decisions.record(
@@ -83,6 +88,6 @@ def get_mamba_attn_backend(mamba_type: str) -> type[AttentionBackend]:
     known = [kind.value for kind in (kinds.GDN_ATTN, kinds.KDA_ATTN, kinds.MAMBA1, kinds.MAMBA2)]
     if mamba_type in known:
         return GDNAttentionBackend
-    raise ValueError(
+    raise VLLMValidationError(
         f"recurrent layers of type {mamba_type!r} are unknown; known: {', '.join(known)}"
     )

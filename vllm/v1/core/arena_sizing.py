@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from vllm import decisions
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.arena_planner import ALIGNMENT, plan_arena
 from vllm.v1.core.state_groups import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
@@ -106,7 +107,7 @@ def check_fits(
     """`ValueError` unless the plan's pages hold one request of `max_model_len`."""
     page = plan.page_bytes
     if plan.num_pages < 2:
-        raise ValueError(
+        raise VLLMValidationError(
             "No memory is left for the model's state: the arena needs at least 2 pages of "
             f"{page / GIB:.3f} GiB and gets {max(plan.num_pages, 0)}; {_MORE_MEMORY}."
         )
@@ -122,7 +123,7 @@ def check_fits(
         advice = "Not even one token fits:"
     if vllm_config.cache_config.num_gpu_blocks_override is not None:
         advice += " raise --num-gpu-blocks-override (arena pages),"
-    raise ValueError(
+    raise VLLMValidationError(
         f"One request of max_model_len {longest} needs {needed} pages of state "
         f"({needed * page / GIB:.3f} GiB), but only {plan.num_pages - 1} "
         f"({(plan.num_pages - 1) * page / GIB:.3f} GiB) are available. {advice} {_MORE_MEMORY}."
@@ -136,7 +137,7 @@ def num_pages_for(vllm_config: VllmConfig, page_bytes: int, available_bytes: int
     if override is None:
         return pages
     if override > pages:
-        raise ValueError(
+        raise VLLMValidationError(
             f"--num-gpu-blocks-override {override} asks for {override * page_bytes / GIB:.3f} GiB "
             f"({page_bytes} bytes per page), but only {max(available_bytes, 0) / GIB:.3f} GiB are "
             f"available, {pages} pages"
@@ -201,7 +202,7 @@ def check_same_layers(specs_per_worker: Sequence[dict[str, KVCacheSpec]]) -> Non
     """`ValueError` unless every worker has the same layers."""
     first = specs_per_worker[0]
     if any(list(specs.items()) != list(first.items()) for specs in specs_per_worker):
-        raise ValueError(
+        raise VLLMValidationError(
             "workers hold different layers; the arena needs the same layers on every worker, "
             "use --pipeline-parallel-size 1"
         )

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.cache_options import CacheReport
 from vllm.distributed.kv_events.messages import KVCacheEvent
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.block_events import BlockEvents
 from vllm.v1.core.block_growth import BlockGrowth, Blocks
 from vllm.v1.core.block_journal import BlockJournal
@@ -56,7 +57,7 @@ class KVCacheManager:
         first_group: int = 0,
     ) -> None:
         if not 0.0 <= watermark < 1.0:
-            raise ValueError(f"watermark must be in [0, 1), got {watermark}")
+            raise VLLMValidationError(f"watermark must be in [0, 1), got {watermark}")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -75,7 +76,9 @@ class KVCacheManager:
         self.enable_caching = enable_caching and bool(self.managers)
         if enable_kv_cache_events:
             if not self.enable_caching:
-                raise ValueError("KV events need the prefix cache: --enable-prefix-caching")
+                raise VLLMValidationError(
+                    "KV events need the prefix cache: --enable-prefix-caching"
+                )
             self.block_pool.events = BlockEvents([group.kv_cache_spec for group in groups])
         self.checkpoints: CheckpointKeeper | None = None
         if self.enable_caching and has_state:

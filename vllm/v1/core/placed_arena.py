@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.arena_planner import fit_in_page, plan_arena
 from vllm.v1.core.arena_sizing import (
     check_fits,
@@ -81,7 +82,7 @@ def get_placed_configs(
         except ValueError as error:
             if len(first) == 1:
                 raise
-            raise ValueError(f"{placed.placement}: {error}") from None
+            raise VLLMValidationError(f"{placed.placement}: {error}") from None
     record_plan(config)
     return [config for _ in placed_per_worker]
 

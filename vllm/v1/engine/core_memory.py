@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from vllm import decisions
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     estimate_max_model_len,
@@ -84,7 +85,7 @@ class CoreMemory:
                 raise
             worker = extra.index(max(extra))
             why = self._why_less(beside[worker], self._beside[worker], worker)
-            raise ValueError(f"{error} {why}") from None
+            raise VLLMValidationError(f"{error} {why}") from None
 
     def _why_less(self, beside: BesideArena, before: BesideArena, worker: int) -> str:
         if beside.mixers - before.mixers > beside.journals - before.journals:

@@ -294,7 +294,8 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
         work.close()
         core = _start(setup)
     except Exception as error:
-        logger.exception("the engine core could not start")
+        if not isinstance(error, VLLMValidationError):  # whose message says all
+            logger.exception("the engine core could not start")
         _send_error(ready, error)
         raise SystemExit(1) from None
     proc = EngineCoreProc(core, addresses)

@@ -10,6 +10,7 @@ from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.arena_sizing import largest, pages_per_request
 from vllm.v1.core.sched.draft_policy import step_cost
@@ -125,7 +126,7 @@ def _decode_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> li
     if most == sizes[-1]:
         return sizes
     if compilation.capture_sizes_given:
-        raise ValueError(
+        raise VLLMValidationError(
             f"--cudagraph-capture-sizes asks for decode steps of {sizes[-1]} requests, but the "
             f"state memory holds {most}; capture at most that, or give more memory"
         )

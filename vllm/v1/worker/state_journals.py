@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.journal import Journal, JournalMemory, JournalShape, JournalStack
 from vllm.kernels.step import JournalCommits, Progress
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
@@ -97,7 +98,7 @@ class StateJournals:
             recurrent = group.kv_cache_spec.is_recurrent
             if recurrent and len(keeping) < len(members) and vllm_config.tokens_to_verify > 1:
                 kind = type(members[0]).__name__
-                raise ValueError(
+                raise VLLMValidationError(
                     f"{group.layer_names[0]}: {kind} layers keep no journal, so drafts cannot be "
                     "verified; leave --speculative-config out"
                 )

@@ -50,7 +50,7 @@ class KVConnectorFactory:
     @classmethod
     def _register(cls, name: str, loader: ConnectorLoader) -> None:
         if name in cls._registry:
-            raise ValueError(f"KV connector {name!r} is already registered")
+            raise VLLMValidationError(f"KV connector {name!r} is already registered")
         cls._registry[name] = loader
 
     @classmethod
@@ -71,12 +71,14 @@ class KVConnectorFactory:
         """The configured class; `kv_connector_module_path` wins over the registry."""
         name = kv_transfer_config.kv_connector
         if name is None:
-            raise ValueError("kv_transfer_config.kv_connector is not set")
+            raise VLLMValidationError("kv_transfer_config.kv_connector is not set")
         module_path = kv_transfer_config.kv_connector_module_path
         if module_path is None:
             connector_cls = cls.get_connector_class_by_name(name)
         elif module_path == "":
-            raise ValueError("kv_connector_module_path is empty; leave it out or name a module")
+            raise VLLMValidationError(
+                "kv_connector_module_path is empty; leave it out or name a module"
+            )
         else:
             connector_cls = _load_class(module_path, name)
         _check_constructor(connector_cls)
@@ -101,7 +103,7 @@ class KVConnectorFactory:
         """
         transfer = config.kv_transfer_config
         if transfer is None:
-            raise ValueError("kv_transfer_config must be set to create a connector")
+            raise VLLMValidationError("kv_transfer_config must be set to create a connector")
         connector_cls = cls.get_connector_class(transfer)
         if not connector_cls.supports_hma_config(transfer):
             _check_one_group(connector_cls, config, kv_cache_config)
@@ -117,14 +119,14 @@ def _check_one_group(
     """Of a connector that handles no more; see `KVConnectorFactory.create_connector`."""
     instead = "or use a connector that implements SupportsHMA"
     if not config.scheduler_config.disable_hybrid_kv_cache_manager:
-        raise ValueError(
+        raise VLLMValidationError(
             f"KV connector {connector_cls.__name__} handles one state group, but the hybrid "
             "allocator is on, which may keep several: set --disable-hybrid-kv-cache-manager, "
             f"{instead}"
         )
     num_groups = 1 if kv_cache_config is None else len(kv_cache_config.kv_cache_groups)
     if num_groups > 1:
-        raise ValueError(
+        raise VLLMValidationError(
             f"KV connector {connector_cls.__name__} handles one state group, but the model keeps "
             f"{num_groups} without the hybrid allocator too: leave out what it keeps besides, "
             f"{instead}"
@@ -158,7 +160,7 @@ def _check_constructor(connector_cls: type[KVConnectorBase_V1]) -> None:
     try:
         inspect.signature(connector_cls).bind(None, None, None)
     except TypeError as error:
-        raise ValueError(
+        raise VLLMValidationError(
             f"{connector_cls.__name__}.__init__ cannot be called with (vllm_config, role, "
             f"kv_cache_config) by position: {error}"
         ) from error

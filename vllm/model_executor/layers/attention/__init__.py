@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from vllm.compilation.graph_break import graph_break
 from vllm.config import CacheConfig, VllmConfig, get_current_vllm_config
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.fp8 import FP8
@@ -58,7 +59,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
             ("logits_soft_cap", logits_soft_cap),
         ):
             if value is not None:
-                raise ValueError(f"{prefix or 'attention'}: {name} is not supported yet")
+                raise VLLMValidationError(f"{prefix or 'attention'}: {name} is not supported yet")
         config = get_current_vllm_config()
         self.num_heads = num_heads
         self.head_size = head_size
@@ -86,7 +87,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
     def _set_sinks(self, sinks: Tensor) -> None:
         """`sinks [heads]` fp32, a parameter of whoever projects: see `AttentionProblem`."""
         if not self.attn_backend.supports_sinks:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"the attention backend {self.attn_backend.name} has no attention sinks; use "
                 "--attention-backend PAGED"
             )
@@ -96,7 +97,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
         if self.kv_cache_dtype is not FP8:
             return None
         if not self.attn_backend.supports_fp8_cache:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"the attention backend {self.attn_backend.name} does not read a float8 cache; "
                 "use --attention-backend PAGED or --kv-cache-dtype auto"
             )
@@ -254,12 +255,12 @@ def kv_cache_torch_dtype(vllm_config: VllmConfig) -> torch.dtype:
     model_dtype: torch.dtype = vllm_config.model_config.dtype
     chosen = get_kv_cache_torch_dtype(asked, model_dtype)
     if chosen is FP8 and not current_platform.supports_fp8_cache:
-        raise ValueError(
+        raise VLLMValidationError(
             f"kv cache dtype {asked!r} needs a CUDA device of compute capability 8.9 or higher; "
             "use auto"
         )
     if chosen is not FP8 and chosen is not model_dtype:
-        raise ValueError(
+        raise VLLMValidationError(
             f"kv cache dtype {asked!r} is not supported with a {model_dtype} model; "
             f"supported: auto, {dtype_name(model_dtype)}, fp8"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.moe import ExpertScales
 from vllm.kernels.residual_stream import Norm, ResidualStream
@@ -129,7 +130,7 @@ class QuantizationConfig(ABC):
         names = [f"{parent}.{source}" if parent else source for source in sources]
         kept = [name for name in names if self._lists(name)]
         if kept and len(kept) < len(names):
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{prefix}: the checkpoint does not quantise {', '.join(kept)} but the other "
                 "matrices of the same input; all or none of them must be quantised"
             )

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels import fp8
 from vllm.kernels.fp8 import GROUP, Fp8Rows
 from vllm.model_executor.layers.quantization.base import Layer, LinearMethod
@@ -67,7 +68,7 @@ def block_scale_shape(layout: WeightLayout) -> tuple[int, int]:
     """Of `weight_scale_inv`; ValueError where a shard along the input is not whole blocks."""
     rows, columns = layout.shape
     if layout.columns.parts > 1 and columns % GROUP:
-        raise ValueError(
+        raise VLLMValidationError(
             f"tensor parallelism over {layout.columns.parts} ranks cuts the {GROUP}-wide scale "
             f"blocks of an input of {layout.columns.size}; choose a size that leaves each "
             f"rank a multiple of {GROUP}"

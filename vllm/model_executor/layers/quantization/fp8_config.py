@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.fp8 import GROUP
 from vllm.model_executor.layers.quantization.base import (
     ExpertsMethod,
@@ -111,7 +112,7 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
         suffixes = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
         return Fp8Config(static=static, excluded=excluded, suffixes=suffixes)
     if list(block) != [GROUP, GROUP] or static:
-        raise ValueError(
+        raise VLLMValidationError(
             f"fp8 weights in blocks of {list(block)} with {stored.get('activation_scheme')} "
             f"activation scales are not supported; supported: [{GROUP}, {GROUP}], dynamic"
         )
@@ -121,7 +122,7 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
 def _require(stored: Mapping[str, Any], key: str, supported: tuple[str, ...], default: str) -> None:
     found = stored.get(key) or default
     if found not in supported:
-        raise ValueError(
+        raise VLLMValidationError(
             f"the checkpoint's quantization_config has {key} {found!r}; supported: "
             + ", ".join(supported)
         )
@@ -150,7 +151,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
     groups = list((stored.get("config_groups") or {}).values())
     targets = [group.get("targets") or [] for group in groups]
     if len(targets) != 1 or "Linear" not in targets[0] or not _TARGETS.issuperset(targets[0]):
-        raise ValueError(
+        raise VLLMValidationError(
             "compressed-tensors checkpoints are supported with one group of Linear layers; this "
             f"one has {len(groups)} group(s): {targets}"
         )
@@ -161,13 +162,13 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
     pairs = {("tensor", "tensor"), ("channel", "tensor"), ("tensor", "token"), ("channel", "token")}
     pairs.add(("block", "group"))
     if kinds != [("float", 8)] * 2 or (strategy, token) not in pairs:
-        raise ValueError(
+        raise VLLMValidationError(
             f"compressed-tensors weights {kinds[0]} per {strategy} with activations {kinds[1]} per "
             f"{token} are not supported; supported: 8-bit float per tensor or channel, with "
             "activations per tensor or token, or per block, with activations per group"
         )
     if not static and token == "tensor":
-        raise ValueError("compressed-tensors: dynamic activation scales must be per token")
+        raise VLLMValidationError("compressed-tensors: dynamic activation scales must be per token")
     excluded = stored.get("ignore") or ()
     config = Fp8Config(static=static, excluded=excluded)
     if strategy == "block":
@@ -182,7 +183,7 @@ def _check_blocks(block: object, group: object, static: bool) -> None:
     """ValueError for other blocks of weights and groups of activations than DeepSeek-V3's."""
     if block != [GROUP, GROUP] or group != GROUP or static:
         scales = "static" if static else "dynamic"
-        raise ValueError(
+        raise VLLMValidationError(
             f"compressed-tensors blocks of {block} with {scales} activation scales by {group} are "
             f"not supported; supported: [{GROUP}, {GROUP}], dynamic by {GROUP}"
         )

@@ -33,7 +33,7 @@ def child_classes(
     ValueError when the list is missing or empty."""
     given = extra_config.get("connectors")
     if not isinstance(given, list | tuple) or not given:
-        raise ValueError(
+        raise VLLMValidationError(
             "MultiConnector needs kv_connector_extra_config.connectors, a non-empty list of "
             "kv_transfer_config objects"
         )
@@ -84,7 +84,7 @@ class MultiConnectorClass(KVConnectorBase_V1):
             if layout is not None:
                 demands[layout] = child_cls.__name__
         if len(demands) > 1:
-            raise ValueError(f"connectors need different cache layouts: {demands}")
+            raise VLLMValidationError(f"connectors need different cache layouts: {demands}")
         return next(iter(demands), None)
 
     @classmethod

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import 
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_saver import RowSaver
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import RowsMetadata
 from vllm.distributed.parallel_state import stores_hidden_states
+from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import ForwardContext
 from vllm.hidden_states_storage import RowFormat, StorageDtype, storage_dtype_of
 from vllm.v1.core.kv_cache_blocks import KVCacheBlocks
@@ -32,7 +33,7 @@ def num_writer_threads(transfer: KVTransferConfig) -> int:
     """Files written at a time; ValueError below 1."""
     count = int(transfer.get_from_extra_config("num_writer_threads", 8))
     if count < 1:
-        raise ValueError(f"num_writer_threads must be >= 1, got {count}")
+        raise VLLMValidationError(f"num_writer_threads must be >= 1, got {count}")
     return count
 
 
@@ -40,7 +41,9 @@ def flag(transfer: KVTransferConfig, key: str, default: bool) -> bool:
     """ValueError for anything but true or false."""
     value = transfer.get_from_extra_config(key, default)
     if not isinstance(value, bool):
-        raise ValueError(f"kv_connector_extra_config {key!r} must be true or false: {value!r}")
+        raise VLLMValidationError(
+            f"kv_connector_extra_config {key!r} must be true or false: {value!r}"
+        )
     return value
 
 
@@ -64,7 +67,7 @@ class HiddenStatesGroup:
     def row_format(self, storage: StorageDtype) -> RowFormat:
         """Of the layer's rows; ValueError where its spec is not shown."""
         if not self.spec.is_hidden_states:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"state group {self.index} shows {self.spec.label}, not its captured hidden states"
             )
         [view] = self.spec.views
@@ -101,7 +104,7 @@ def find_hidden_states_group(kv_cache_config: KVCacheConfig) -> HiddenStatesGrou
         layer_name = names[0] if len(names) == 1 else None
         spec = groups[0].kv_cache_spec
         return HiddenStatesGroup(0, spec.block_size, layer_name, spec)
-    raise ValueError(
+    raise VLLMValidationError(
         f"expected one layer of captured hidden states in {len(groups)} state group(s), found "
         f"{len(found)}; extraction needs speculative_config.method extract_hidden_states"
     )
@@ -132,7 +135,9 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
         name = type(self).__name__
         speculative = vllm_config.speculative_config
         if speculative is None or not speculative.uses_extract_hidden_states():
-            raise ValueError(f"{name} needs speculative_config.method 'extract_hidden_states'")
+            raise VLLMValidationError(
+                f"{name} needs speculative_config.method 'extract_hidden_states'"
+            )
         self._group = find_hidden_states_group(self._config)
         self._storage = storage_dtype_of(self._kv_transfer_config.kv_connector_extra_config)
         self._saver: SaverT | None = None
@@ -182,7 +187,7 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
             [name] = [n for n in kv_caches if LAYER_NAME_MARKER in n]
         cache = kv_caches[name]
         if cache.dim() != 4 or cache.shape[1] != self._group.block_size:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"cache of {name} has shape {tuple(cache.shape)}, expected (num_blocks, "
                 f"{self._group.block_size}, columns, hidden)"
             )

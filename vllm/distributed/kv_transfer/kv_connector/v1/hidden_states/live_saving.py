@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     CounterStats,
     KVConnectorPromMetrics,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_storage import StoredRows
 from vllm.logger import init_logger
 
@@ -67,7 +68,7 @@ class LiveDataset:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"another server captures into {path}, or another replica of this one: start a "
                 "server with a directory of its own for each"
             ) from None
@@ -77,14 +78,16 @@ class LiveDataset:
         if not said.exists():
             others = (*path.glob("extraction.json"), *islice(self._files.glob("hs_*"), 1))
             if others:
-                raise ValueError(f"{others[0]} is no server's capture; choose another directory")
+                raise VLLMValidationError(
+                    f"{others[0]} is no server's capture; choose another directory"
+                )
             new = path / ".capture.json"
             new.write_text(json.dumps(settings, indent=1) + "\n")
             os.replace(new, said)
             return
         stored = json.loads(said.read_text())
         if stored != settings:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{path} holds captures of {stored}, not {settings}; choose another directory"
             )
 
