@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from drafter_dataset import DrafterDataset, Settings
@@ -32,26 +32,34 @@ def collect(path: Path) -> int:
     text = (path / "samples.jsonl").read_text() if (path / "samples.jsonl").exists() else ""
     # A line that the server is just writing has no end.
     lines = text[: text.rfind("\n") + 1].splitlines()
-    samples = []
-    for index, line in enumerate(tqdm(lines, desc="collecting", unit="sample", leave=False)):
-        with safe_open(dataset.file_of(index), framework="pt") as file:
-            token_ids = file.get_tensor("token_ids").tolist()
-        num_prompt = json.loads(line)["num_prompt"]
-        mask = [0] * num_prompt + [1] * (len(token_ids) - num_prompt)
-        samples.append(Sample(token_ids, mask))
-    if not samples:
+    if not lines:
         raise SystemExit(f"error: nothing was captured into {path} yet")
-    longest = max(len(sample.token_ids) for sample in samples)
+    longest = max(_length(dataset.file_of(index)) for index in range(len(lines)))
     settings = Settings(
         model=capture["model"],
         dtype=capture["dtype"],
         layers=capture["layers"],
         seq_length=longest,
-        samples=len(samples),
+        samples=len(lines),
         inputs=[],
     )
-    dataset.prepare(settings, samples)
-    return len(samples)
+    dataset.prepare(settings, _samples(dataset, lines))
+    return len(lines)
+
+
+def _length(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        (length,) = file.get_slice("token_ids").get_shape()
+    return int(length)
+
+
+def _samples(dataset: DrafterDataset, lines: list[str]) -> Iterator[Sample]:
+    for index, line in enumerate(tqdm(lines, desc="collecting", unit="sample", leave=False)):
+        with safe_open(dataset.file_of(index), framework="pt") as file:
+            token_ids = file.get_tensor("token_ids").tolist()
+        num_prompt = json.loads(line)["num_prompt"]
+        mask = [0] * num_prompt + [1] * (len(token_ids) - num_prompt)
+        yield Sample(token_ids, mask)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import torch
+from datasets.arrow_writer import ArrowWriter
 from safetensors import SafetensorError, safe_open
 from training_text import Sample
 
@@ -52,6 +54,12 @@ class Settings:
     weights: str | None = None
 
 
+_INTS = pyarrow.list_(pyarrow.int64())
+_SCHEMA = pyarrow.schema({"input_ids": _INTS, "loss_mask": _INTS, "seq_len": pyarrow.int64()})
+#: samples in memory while they are written
+_ROWS = 256
+
+
 class DrafterDataset:
     """One dataset directory. Raises SystemExit with an explanation for what cannot be used."""
 
@@ -71,8 +79,9 @@ class DrafterDataset:
         """Whether hidden states of any sample are there."""
         return next((self.path / "hidden_states").glob("hs_*.safetensors"), None) is not None
 
-    def prepare(self, settings: Settings, samples: list[Sample]) -> None:
-        """Write everything but the hidden states; the settings last, as they mark completion.
+    def prepare(self, settings: Settings, samples: Iterable[Sample]) -> None:
+        """Write everything but the hidden states, sample by sample; the settings last, as they mark
+        completion.
 
         Each file gets its name when it is whole: a trainer may have an older version of it open.
         """
@@ -87,18 +96,21 @@ class DrafterDataset:
         finally:
             shutil.rmtree(new, ignore_errors=True)
 
-    def _write_text(self, path: Path, settings: Settings, samples: list[Sample]) -> None:
+    def _write_text(self, path: Path, settings: Settings, samples: Iterable[Sample]) -> None:
         datasets.disable_progress_bars()
-        columns: dict[str, list[Any]] = {
-            "input_ids": [sample.token_ids for sample in samples],
-            "loss_mask": [sample.loss_mask for sample in samples],
-            "seq_len": [len(sample.token_ids) for sample in samples],
-        }
-        datasets.Dataset.from_dict(columns).with_format("torch").save_to_disk(path)
         counts: Counter[int] = Counter()
-        for sample in samples:
-            pairs = zip(sample.token_ids, sample.loss_mask, strict=True)
-            counts.update(token for token, counted in pairs if counted)
+        # Beside what is made of them: a dataset is not saved into its own directory.
+        rows = path / "rows" / "all.arrow"
+        rows.parent.mkdir()
+        with ArrowWriter(path=str(rows), schema=_SCHEMA, writer_batch_size=_ROWS) as writer:
+            for one in samples:
+                ids, mask = one.token_ids, one.loss_mask
+                writer.write({"input_ids": ids, "loss_mask": mask, "seq_len": len(ids)})
+                pairs = zip(ids, mask, strict=True)
+                counts.update(token for token, counted in pairs if counted)
+            writer.finalize()
+        datasets.Dataset.from_file(str(rows)).with_format("torch").save_to_disk(path)
+        shutil.rmtree(rows.parent)
         torch.save(dict(counts), path / "token_freq.pt")
         text = json.dumps(asdict(settings), indent=1) + "\n"
         (path / self._settings_file.name).write_text(text)

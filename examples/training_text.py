@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,10 @@ def read_samples(
     seq_length: int,
     limit: int,
     vocab_size: int | None = None,
-) -> list[Sample]:
-    """At most `limit` samples of at most `seq_length` tokens; reads no more files than needed.
+) -> Iterator[Sample]:
+    """At most `limit` samples of at most `seq_length` tokens; reads no more than it has to.
 
-    `vocab_size`: rows with token ids from there on are an error.
+    `vocab_size`: rows with token ids from there on are an error, as are inputs without a sample.
     """
     pieces = (
         piece
@@ -62,10 +62,10 @@ def read_samples(
         for document in _documents(path, tokenizer, vocab_size)
         for piece in _cut(document, seq_length)
     )
-    samples = list(islice(pieces, limit))
-    if not samples:
+    first = next(pieces, None)
+    if first is None:
         raise SystemExit(f"error: the input has no piece of at least {_MIN_TOKENS} tokens")
-    return samples
+    yield from islice(chain((first,), pieces), limit)
 
 
 def _documents(
@@ -73,19 +73,20 @@ def _documents(
 ) -> Iterator[Sample]:
     """A text file is one document; each line of a JSONL file is one."""
     try:
+        if path.suffix == ".jsonl":
+            # Texts hold characters that look like ends of lines, but for this one.
+            with path.open(encoding="utf-8", newline="\n") as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _from_json(line, f"{path}:{number}", tokenizer, vocab_size)
+            return
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         # A few sources declare another encoding; their bytes are still usable text.
         if path.suffix != ".py":
             raise SystemExit(f"error: {path} is not UTF-8 text: {error}") from error
         text = path.read_text(encoding="utf-8", errors="replace")
-    if path.suffix != ".jsonl":
-        yield _from_text(text, tokenizer)
-        return
-    # Not `splitlines`: texts hold characters that it takes for ends of lines.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield _from_json(line, f"{path}:{number}", tokenizer, vocab_size)
+    yield _from_text(text, tokenizer)
 
 
 def _from_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Sample:

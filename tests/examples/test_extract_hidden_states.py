@@ -8,6 +8,8 @@ import io
 import json
 import shutil
 import signal
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -246,6 +248,32 @@ def prepared(path: Path, settings: Settings = MADE_UP) -> DrafterDataset:
     dataset.prepare(settings, samples)
     (path / "hidden_states").mkdir(exist_ok=True)
     return dataset
+
+
+def test_samples_are_written_as_they_come(tmp_path: Path) -> None:
+    """Millions of them are more than memory holds."""
+    made: list[weakref.ref[Sample]] = []
+    most = 0
+
+    def samples() -> Iterator[Sample]:
+        nonlocal most
+        for n in range(600):
+            sample = Sample([n, n + 1, 7], [0, n % 2, 1])
+            made.append(weakref.ref(sample))
+            most = max(most, sum(one() is not None for one in made))
+            yield sample
+
+    dataset = DrafterDataset(tmp_path)
+    dataset.prepare(MADE_UP, samples())
+    assert most < 5 and len(dataset) == 600 and dataset.token_ids(599) == [599, 600, 7]
+    read = datasets.load_from_disk(tmp_path)
+    assert read[3]["loss_mask"].tolist() == [0, 1, 1] and read["seq_len"][:].tolist() == [3] * 600
+    counts = torch.load(tmp_path / "token_freq.pt")
+    assert counts[7] == 600 and counts[8] == 1 and 9 not in counts
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "data-00000-of-00001.arrow", "state.json", "dataset_info.json", "token_freq.pt",
+        "extraction.json",
+    }  # fmt: skip
 
 
 def stored(path: Path, token_ids: list[int], columns: int = 3) -> Path:

@@ -18,7 +18,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(TRAINED)
 def test_pieces_join_to_the_document(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("".join(f"line {n}\n" for n in range(200)))
-    samples = read_samples([file], TOKENIZER, seq_length=64, limit=1000)
+    samples = list(read_samples([file], TOKENIZER, seq_length=64, limit=1000))
     token_ids = [token for sample in samples for token in sample.token_ids]
     whole = TOKENIZER(file.read_text()).input_ids
     assert token_ids == whole[: len(token_ids)]
@@ -30,8 +30,8 @@ def test_pieces_join_to_the_document(tmp_path: Path) -> None:
 def test_limit_and_order_are_the_same_every_time() -> None:
     files = find_files([])
     assert files == find_files([]) != sorted(files)
-    first = read_samples(files, TOKENIZER, 128, limit=10)
-    assert first == read_samples(files, TOKENIZER, 128, limit=20)[:10]
+    first = list(read_samples(files, TOKENIZER, 128, limit=10))
+    assert first == list(read_samples(files, TOKENIZER, 128, limit=20))[:10]
     assert len(first) == 10
 
 
@@ -66,7 +66,7 @@ def test_bad_rows(tmp_path: Path, line: str, reason: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(line)
     with pytest.raises(SystemExit, match=reason):
-        read_samples([file], TOKENIZER, 64, 5, vocab_size=256)
+        list(read_samples([file], TOKENIZER, 64, 5, vocab_size=256))
 
 
 def test_inputs_are_files_and_directories(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_inputs_are_files_and_directories(tmp_path: Path) -> None:
     found = find_files([tmp_path / "sub", tmp_path / "a.py"])
     assert {path.name for path in found} == {"a.py", "b.md"}
     with pytest.raises(SystemExit, match="b.md is not UTF-8"):
-        read_samples([tmp_path / "sub" / "b.md"], TOKENIZER, 64, 5)
+        list(read_samples([tmp_path / "sub" / "b.md"], TOKENIZER, 64, 5))
     with pytest.raises(SystemExit, match="no such file or directory"):
         find_files([tmp_path / "missing"])
 
