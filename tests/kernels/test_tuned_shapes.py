@@ -206,7 +206,7 @@ def test_the_command_lists_what_a_model_reads(capsys: pytest.CaptureFixture[str]
 def test_what_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(tiny_model("llama"))
     for words, message in (
-        ([str(tmp_path / "none")], "is neither a local directory nor a model"),
+        ([str(tmp_path / "none")], "is neither a local directory nor the name of a model"),
         (["-tp", "2"], "give the MODEL"),
         ([model, "-tp", "3"], "4 attention heads cannot be divided among 3"),
         ([model, "--only", "gdn"], "has no kernel that reads gdn_state.64"),
