@@ -176,23 +176,20 @@ class DrafterDataset:
     def is_finished(self, index: int) -> bool:
         """Whether the sample's file opens, is of its tokens, has a row for each, and rows like
         other samples'; reads no rows."""
-        path = self.file_of(index)
         try:
-            with safe_open(path, framework="pt") as file:
-                rows: int = file.get_slice("hidden_states").get_shape()[0]
+            with safe_open(self.file_of(index), framework="pt") as file:
+                rows = file.get_slice("hidden_states")
                 token_ids = file.get_tensor("token_ids").tolist()
+                own = rows.get_shape()[0] == len(token_ids) and token_ids == self.token_ids(index)
+                return own and self._difference(rows) is None
         except (FileNotFoundError, SafetensorError):
             return False
-        own = rows == len(token_ids) and token_ids == self.token_ids(index)
-        return own and self._difference(path) is None
 
-    def _difference(self, path: Path) -> str | None:
-        """How the rows of a file differ in form from the first ones that were seen; None if they do
-        not. A server may be started with other layers between two runs."""
-        with safe_open(path, framework="pt") as file:
-            rows = file.get_slice("hidden_states")
-            _, columns, hidden = rows.get_shape()
-            form = f"{columns} columns of {hidden} {rows.get_dtype()}"
+    def _difference(self, rows: Any) -> str | None:
+        """How rows, a slice of a file, differ in form from the first ones that were seen; None if
+        they do not. A server may be started with other layers between two runs."""
+        _, columns, hidden = rows.get_shape()
+        form = f"{columns} columns of {hidden} {rows.get_dtype()}"
         self._form = self._form or form
         return None if form == self._form else f"{form}, while other samples have {self._form}"
 
@@ -220,7 +217,10 @@ class DrafterDataset:
     def _problem(self, index: int, path: Path) -> str | None:
         """What is wrong with a file as that of a sample."""
         problem = problem_in(path, self.token_ids(index), self.layers)
-        return problem or self._difference(path)
+        if problem is not None:
+            return problem
+        with safe_open(path, framework="pt") as file:
+            return self._difference(file.get_slice("hidden_states"))
 
 
 def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> str | None:
