@@ -7,6 +7,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Any
 
 import httptools
 import msgspec
@@ -67,10 +68,10 @@ class StreamingProtocol(HttpToolsProtocol):
     #: of the request that is read, its head without the offer; empty if it has none
     _plain_head = b""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         #: requests without a complete reply, of which the first one runs
         self._open: deque[RequestResponseCycle] = deque()
-        super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
