@@ -8,8 +8,10 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
+import zmq
 
 from tests.v1.engine.fakes import (
     EOS,
@@ -234,6 +236,9 @@ def test_sending_before_the_death_is_known_does_not_hang():
     link = engine.engine_core.links[0]
     link.core.process.kill()
     link._reader.join(60)
+    # The socket may notice later than the reader, which sees the process end, and would take this.
+    while link._requests.poll(0, zmq.POLLOUT):
+        time.sleep(0.001)
     death, link.dead = link.dead, None
     threading.Timer(0.2, lambda: setattr(link, "dead", death)).start()
     with pytest.raises(EngineDeadError):
