@@ -11,12 +11,12 @@
 
 namespace vllm_cuda {
 
-namespace {
-
-PeerGroup& group_at(int64_t address) {
+PeerGroup& peers_at(int64_t address) {
   if (address == 0) throw std::runtime_error("vllm_cuda: a group of peers that has been destroyed");
   return *reinterpret_cast<PeerGroup*>(address);
 }
+
+namespace {
 
 void check_rank(int64_t rank, int64_t ranks) {
   if (ranks < 2 || ranks > kMaxRanks || rank < 0 || rank >= ranks) {
@@ -25,9 +25,9 @@ void check_rank(int64_t rank, int64_t ranks) {
 }
 
 int64_t peers_create(int64_t device, int64_t rank, int64_t ranks, int64_t capacity,
-                     int64_t timeout_ms, int64_t first) {
+                     int64_t push_bytes, int64_t timeout_ms, int64_t first) {
   check_rank(rank, ranks);
-  if (capacity <= 0 || capacity % 16 != 0 || timeout_ms <= 0 || first <= 0 ||
+  if (capacity <= 0 || capacity % 16 != 0 || push_bytes < 0 || timeout_ms <= 0 || first <= 0 ||
       first > 0xffffffffll) {
     throw std::runtime_error("vllm_cuda: peers: an impossible capacity, timeout or first number");
   }
@@ -38,13 +38,13 @@ int64_t peers_create(int64_t device, int64_t rank, int64_t ranks, int64_t capaci
   group->peers.rank = static_cast<int>(rank);
   group->peers.ranks = static_cast<int>(ranks);
   throw_if("memory for peers",
-           create_peers(*group, capacity, static_cast<uint64_t>(timeout_ms) * 1000000,
+           create_peers(*group, capacity, push_bytes, static_cast<uint64_t>(timeout_ms) * 1000000,
                         static_cast<uint32_t>(first)));
   return reinterpret_cast<int64_t>(group.release());
 }
 
 void peers_export(int64_t address, Tensor handle) {
-  PeerGroup& group = group_at(address);
+  PeerGroup& group = peers_at(address);
   if (handle.scalar_type() != ScalarType::Byte || handle.numel() != kPeerHandleBytes ||
       !handle.is_contiguous() || handle.is_cuda()) {
     reject("handle", handle, "be 64 bytes of the host");
@@ -54,7 +54,7 @@ void peers_export(int64_t address, Tensor handle) {
 }
 
 void peers_open(int64_t address, int64_t rank, const Tensor& handle) {
-  PeerGroup& group = group_at(address);
+  PeerGroup& group = peers_at(address);
   check_rank(rank, group.peers.ranks);
   const torch::stable::accelerator::DeviceGuard guard(group.device);
   throw_if("the memory of a peer", open_peer(group, static_cast<int>(rank), handle.data_ptr()));
@@ -62,13 +62,13 @@ void peers_open(int64_t address, int64_t rank, const Tensor& handle) {
 
 // Ranks of one process share without handles.
 void peers_join(int64_t address, int64_t rank, int64_t other) {
-  PeerGroup& group = group_at(address);
+  PeerGroup& group = peers_at(address);
   check_rank(rank, group.peers.ranks);
-  group.peers.inboxes[rank] = group_at(other).memory;
+  group.peers.inboxes[rank] = peers_at(other).memory;
 }
 
 void peers_destroy(int64_t address) {
-  std::unique_ptr<PeerGroup> group(&group_at(address));
+  std::unique_ptr<PeerGroup> group(&peers_at(address));
   const torch::stable::accelerator::DeviceGuard guard(group->device);
   throw_if("giving back the memory of peers", destroy_peers(*group));
 }
@@ -95,7 +95,7 @@ void check_message(const char* name, const Tensor& x, const Tensor& like) {
 }
 
 void run(SumArgs args, const Tensor& x, int64_t address, bool overlap) {
-  const PeerGroup& group = group_at(address);
+  const PeerGroup& group = peers_at(address);
   const SumType type = type_of(x);
   const int64_t bytes = x.numel() * (type == SumType::kFloat ? 4 : 2);
   if (bytes % 16 != 0 || bytes > group.peers.capacity || x.get_device_index() != group.device) {
@@ -154,8 +154,8 @@ std::tuple<Tensor, Tensor> peers_sum_add_norm(const Tensor& x, const Tensor& res
 
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def(
-      "peers_create(int device, int rank, int ranks, int capacity, int timeout_ms, int first)"
-      " -> int");
+      "peers_create(int device, int rank, int ranks, int capacity, int push_bytes, int timeout_ms,"
+      " int first) -> int");
   m.def("peers_export(int group, Tensor(a!) handle) -> ()");
   m.def("peers_open(int group, int rank, Tensor handle) -> ()");
   m.def("peers_join(int group, int rank, int other) -> ()");

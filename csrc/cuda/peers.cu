@@ -12,18 +12,24 @@ namespace vllm_cuda {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == kPeerHandleBytes);
 
-const char* create_peers(PeerGroup& group, int64_t capacity, uint64_t timeout_ns, uint32_t first) {
+const char* create_peers(PeerGroup& group, int64_t capacity, int64_t push_bytes,
+                         uint64_t timeout_ns, uint32_t first) {
   Peers& peers = group.peers;
   peers.capacity = capacity;
+  peers.push_bytes = push_bytes;
   peers.timeout_ns = timeout_ns;
   const size_t inbox = static_cast<size_t>(capacity) * 2 * 2 * peers.ranks;
   const std::vector<uint32_t> counts(kMaxPeerBlocks, first);
   const size_t bytes = counts.size() * sizeof(uint32_t);
-  cudaError_t error = cudaMalloc(reinterpret_cast<void**>(&group.memory), inbox + bytes);
+  static_assert(kMaxPeerBlocks * sizeof(uint32_t) % 256 == 0 && kPushFlagBytes % 256 == 0);
+  peers.push_offset = static_cast<int64_t>((inbox + 255) / 256 * 256 + bytes);
+  const size_t pushed = kPushFlagBytes + static_cast<size_t>(push_bytes);
+  cudaError_t error =
+      cudaMalloc(reinterpret_cast<void**>(&group.memory), peers.push_offset + pushed);
   if (error != cudaSuccess) return describe(error);
   peers.inboxes[peers.rank] = group.memory;
-  peers.counts = reinterpret_cast<uint32_t*>(group.memory + inbox);
-  error = cudaMemset(group.memory, 0, inbox);
+  peers.counts = reinterpret_cast<uint32_t*>(group.memory + peers.push_offset - bytes);
+  error = cudaMemset(group.memory, 0, peers.push_offset + kPushFlagBytes);
   if (error == cudaSuccess) {
     error = cudaMemcpy(peers.counts, counts.data(), bytes, cudaMemcpyHostToDevice);
   }

@@ -9,6 +9,9 @@ namespace vllm_cuda {
 constexpr int kMaxRanks = 8;
 constexpr int kMaxPeerBlocks = 128;
 constexpr int kPeerHandleBytes = 64;
+// Flags of large sums: words that senders write once what they are for has arrived.
+constexpr int kPushFlags = 32;
+constexpr int64_t kPushFlagBytes = int64_t{kPushFlags} * kMaxRanks * sizeof(uint32_t);
 // Columns of a norm that is part of a sum: more than the first, at most the second.
 constexpr int kSumNormColumns[] = {512, 8192};
 
@@ -19,13 +22,16 @@ struct Peers {
   uint8_t* inboxes[kMaxRanks];
   uint32_t* counts;  // [kMaxPeerBlocks], all the number of the next sum, never 0
   int64_t capacity;
+  // Where in each inbox the flags of large sums begin ([kPushFlags][kMaxRanks], by sender); after
+  // them `push_bytes` that others write to in runs of rows.
+  int64_t push_offset, push_bytes;
   uint64_t timeout_ns;
   int rank, ranks;
 };
 
 struct PeerGroup {
   Peers peers;
-  uint8_t* memory;  // this rank's inbox, then its counts
+  uint8_t* memory;  // this rank's inbox, its counts, what large sums push to
   int device;
   bool opened[kMaxRanks];  // inboxes[r] belongs to another process
   bool exported;
@@ -45,8 +51,12 @@ struct SumArgs {
 
 enum class SumType { kFloat, kHalf, kBfloat16 };
 
+// The group at an address; throws std::runtime_error for one that has been destroyed.
+PeerGroup& peers_at(int64_t address);
+
 // These return what went wrong, or null.
-const char* create_peers(PeerGroup& group, int64_t capacity, uint64_t timeout_ns, uint32_t first);
+const char* create_peers(PeerGroup& group, int64_t capacity, int64_t push_bytes,
+                         uint64_t timeout_ns, uint32_t first);
 const char* export_peer(PeerGroup& group, void* handle);
 const char* open_peer(PeerGroup& group, int rank, const void* handle);
 const char* destroy_peers(PeerGroup& group);

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums
+from vllm.distributed.device_communicators.pushed_sums import PushedSums
 from vllm.utils.waiting import waiting_for
 
 
@@ -82,6 +83,13 @@ class GroupCoordinator:
         up; None where `all_reduce` has to come first."""
         peers = None if PROCESS.communicates_not else self.peer_sums
         return PeerPart(x, peers) if peers is not None and peers.takes_norm(x, residual) else None
+
+    def pushed_sums(self, rows: int, columns: int, dtype: torch.dtype) -> PushedSums | None:
+        """Who adds up this rank's part of a product `[rows, columns]` while it is computed; None
+        where `part_before_norm` or `all_reduce` comes after it."""
+        peers = None if PROCESS.communicates_not else self.peer_sums
+        pushed = None if peers is None else peers.pushed
+        return pushed if pushed is not None and pushed.takes(rows, columns, dtype) else None
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The group's tensors concatenated along `dim` in rank order."""

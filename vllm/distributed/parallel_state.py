@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vllm.distributed.device_communicators.peer_sums import connect_peers
+from vllm.distributed.device_communicators.pushed_sums import LargestSum
 from vllm.distributed.group_coordinator import PROCESS, GroupCoordinator
 from vllm.distributed.rendezvous import store_of
 from vllm.distributed.utils import ensure_divisibility
@@ -105,16 +106,15 @@ def initialize_model_parallel(
     _groups.sizes = sizes
 
 
-def share_memory(timeout_s: int | None = None) -> None:
-    """Let small sums of the tensor-parallel group travel through memory that its GPUs share, if
-    they can. `timeout_s`: longest wait of such a sum, NCCL's own for None. All ranks of the group
-    call this, before any graph is captured."""
+def share_memory(timeout_s: int | None = None, largest: LargestSum | None = None) -> None:
+    """Let small sums of the tensor-parallel group, and those of products up to `largest`, travel
+    through memory that its GPUs share, if they can. `timeout_s`: longest wait of such a sum, NCCL's
+    own for None. All ranks of the group call this, before any graph is captured."""
     group = _groups.tp
     if PROCESS.device.type != "cuda" or group.device_group is None or group.peer_sums is not None:
         return
-    peers = connect_peers(
-        group.rank_in_group, group.world_size, group.device_group, PROCESS.device, timeout_s
-    )
+    rank, ranks, handle = group.rank_in_group, group.world_size, group.device_group
+    peers = connect_peers(rank, ranks, handle, PROCESS.device, timeout_s, largest)
     _groups.tp = replace(group, peer_sums=peers)
 
 

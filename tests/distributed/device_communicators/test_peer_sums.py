@@ -16,6 +16,7 @@ from vllm import decisions
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators import peer_sums
 from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums, connect_peers
+from vllm.distributed.device_communicators.pushed_sums import LargestSum
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.model_executor.layers.linear import RowParallelLinear
@@ -32,6 +33,7 @@ class Memory:
     ranks: int
     capacity: int
     timeout_s: float
+    push_bytes: int
     opened: dict[int, bytes] = field(default_factory=dict)
     is_closed: bool = False
 
@@ -79,15 +81,18 @@ class Properties:
 def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerSums | None, Host]]:
     """Rank 0 meets others of a host that has two GPUs, `a` and `b`."""
 
-    def run(*others: dict[str, Any], **settings: Any) -> tuple[PeerSums | None, Host]:
+    def run(
+        *others: dict[str, Any], largest: LargestSum | None = None, **settings: Any
+    ) -> tuple[PeerSums | None, Host]:
         host = Host(list(others) or [{}], **settings)
 
-        def memory(*args: Any) -> Memory:
-            host.memories.append(Memory(*args))
+        def memory(*args: Any, **kwargs: Any) -> Memory:
+            host.memories.append(Memory(*args, **kwargs))
             return host.memories[-1]
 
         monkeypatch.setattr(peer_sums, "PeerMemory", memory)
         monkeypatch.setattr(peer_sums, "OPS", Built())
+        monkeypatch.setattr(peer_sums, "DeviceLanes", lambda device: None)
         monkeypatch.setattr(dist, "all_gather_object", host.gather)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -98,13 +103,13 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerSums | None
         )
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: host.reaches)
         group: Any = object()
-        return connect_peers(0, 1 + len(host.others), group, DEVICE, 20), host
+        return connect_peers(0, 1 + len(host.others), group, DEVICE, 20, largest), host
 
     return run
 
 
-def chosen() -> tuple[str, str]:
-    found = {one.what: one for one in decisions.decisions()}["all-reduce of small messages"]
+def chosen(messages: str = "small messages") -> tuple[str, str]:
+    found = {one.what: one for one in decisions.decisions()}[f"all-reduce of {messages}"]
     return found.chosen, found.why
 
 
@@ -120,6 +125,18 @@ def test_ranks_of_one_host_open_each_other_s_memory(meet: Any) -> None:
     (memory,) = host.memories
     assert memory.opened == {1: b"one", 2: b"two"} and not memory.is_closed
     assert (memory.rank, memory.ranks, memory.timeout_s) == (0, 3, 20)
+    assert found.pushed is None and memory.push_bytes == 0
+
+
+def test_large_products_are_pushed_where_there_are_any(meet: Any) -> None:
+    found, host = meet({}, largest=LargestSum(8192, 5120, 2))
+    assert found is not None and found.pushed is not None
+    (memory,) = host.memories
+    assert memory.push_bytes == 2 * 8192 * 5120 * 2
+    assert chosen("large products")[0] == "copy engines, from 8 MiB"
+    assert "168 MB on each GPU" in chosen("large products")[1]
+    found, host = meet({}, largest=LargestSum(512, 5120, 2))
+    assert found is not None and found.pushed is None and host.memories[0].push_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -149,6 +166,8 @@ def test_no_memory_is_shared_on_a_cpu() -> None:
 
 class TwoRanks:
     """Sums with another rank that has the same part."""
+
+    pushed = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []

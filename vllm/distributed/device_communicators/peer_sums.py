@@ -13,6 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vllm import decisions
+from vllm.distributed.device_communicators.pushed_sums import (
+    PIECES,
+    SMALLEST,
+    DeviceLanes,
+    LargestSum,
+    PushedSums,
+)
 from vllm.kernels.all_reduce.cuda import (
     ALIGNMENT,
     DTYPES,
@@ -30,13 +37,15 @@ LARGEST = 512 * 1024
 #: as long as torch lets NCCL wait
 _TIMEOUT_S = 600.0
 _WHAT = "all-reduce of small messages"
+_WHAT_IS_PUSHED = "all-reduce of large products"
 
 
 class PeerSums:
-    """Sums of messages that `takes` them; see `PeerMemory` for what ranks have to do alike."""
+    """Sums of messages that `takes` them; see `PeerMemory` for what ranks have to do alike.
+    `pushed`: of large products, None where there are none."""
 
-    def __init__(self, memory: PeerMemory) -> None:
-        self._memory = memory
+    def __init__(self, memory: PeerMemory, pushed: PushedSums | None = None) -> None:
+        self._memory, self.pushed = memory, pushed
 
     def takes(self, x: Tensor) -> bool:
         """Whether the sum of such tensors travels here: the same on all ranks."""
@@ -103,11 +112,20 @@ class _Introduction:
 
 
 def connect_peers(
-    rank: int, ranks: int, group: dist.ProcessGroup, device: torch.device, timeout_s: int | None
+    rank: int,
+    ranks: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout_s: int | None,
+    largest: LargestSum | None = None,
 ) -> PeerSums | None:
     """Map the inboxes of the group's `ranks` processes, of which this is `rank`; None where they
-    cannot all reach each other, as the decision says. A collective call, before any capture."""
-    memory, obstacle = _own_memory(rank, ranks, device, timeout_s)
+    cannot all reach each other, as the decision says. `largest`: of products whose sums may be
+    pushed. A collective call, before any capture."""
+    if largest is not None and not largest.is_worth_pushing:
+        largest = None
+    push_bytes = 0 if largest is None else largest.bytes_for(ranks)
+    memory, obstacle = _own_memory(rank, ranks, device, timeout_s, push_bytes)
     handle = b"" if memory is None else memory.export()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     own = _Introduction(_host(), gpu, handle, obstacle)
@@ -123,15 +141,30 @@ def connect_peers(
         assert memory is not None
         why = "small sums wait for one way between GPUs, and need no launch of their own norm"
         decisions.record(_WHAT, f"peer memory, up to {LARGEST // 1024} kB", why, "NCCL")
-        return PeerSums(memory)
+        return PeerSums(memory, _pushed(memory, largest, device))
     if memory is not None:
         memory.close()
     decisions.record(_WHAT, "NCCL", found, "peer memory")
     return None
 
 
+def _pushed(
+    memory: PeerMemory, largest: LargestSum | None, device: torch.device
+) -> PushedSums | None:
+    if largest is None:
+        return None
+    decisions.record(
+        _WHAT_IS_PUSHED,
+        f"copy engines, from {SMALLEST // 2**20} MiB",
+        f"rows are pushed in {PIECES} pieces while the next one is multiplied; "
+        f"{largest.bytes_for(memory.ranks) / 1e6:.0f} MB on each GPU",
+        "NCCL",
+    )
+    return PushedSums(memory, DeviceLanes(device), largest)
+
+
 def _own_memory(
-    rank: int, ranks: int, device: torch.device, timeout_s: int | None
+    rank: int, ranks: int, device: torch.device, timeout_s: int | None, push_bytes: int
 ) -> tuple[PeerMemory | None, str]:
     """This rank's inbox, or why it has none."""
     if ranks > MAX_RANKS:
@@ -139,7 +172,7 @@ def _own_memory(
     if not OPS.choose(torch.cuda.get_device_capability(device)):
         return None, "the compiled ops do not run here, see the decision on sums"
     seconds = _TIMEOUT_S if timeout_s is None else timeout_s
-    return PeerMemory(device, rank, ranks, LARGEST, seconds), ""
+    return PeerMemory(device, rank, ranks, LARGEST, seconds, push_bytes=push_bytes), ""
 
 
 def _obstacle(own: _Introduction, others: Sequence[_Introduction], device: torch.device) -> str:

@@ -19,7 +19,9 @@ NORM_DTYPES = (torch.bfloat16, torch.float16)
 NORM_COLUMNS = (512, 8192)
 _HANDLE_BYTES = 64
 #: ops of `vllm_cuda` that every rank has to call, or the others wait
-COLLECTIVES = frozenset({"peers_sum", "peers_sum_add_norm"})
+COLLECTIVES = frozenset(
+    {"peers_sum", "peers_sum_add_norm", "peers_push", "peers_signal", "peers_await", "peers_add"}
+)
 
 OPS = CudaOps(
     what="sums through peer memory",
@@ -44,7 +46,7 @@ class PeerMemory:
     All ranks call the same sums in the same order, one after another. `capacity`: bytes of the
     largest message. A sum that waits for longer than `timeout_s` ends with an error of CUDA, after
     which the device cannot be used by this process. `first`: the number of the first sum, at least
-    2, the same on all ranks.
+    2, the same on all ranks. `push_bytes`: what the others can push to, see `PushedSums`.
     """
 
     def __init__(
@@ -55,12 +57,17 @@ class PeerMemory:
         capacity: int,
         timeout_s: float,
         first: int = 2,
+        push_bytes: int = 0,
     ) -> None:
         assert device.index is not None, "name the device by its index"
         self.rank, self.ranks, self.capacity = rank, ranks, capacity
         create = torch.ops.vllm_cuda.peers_create.default
         timeout_ms = max(1, int(timeout_s * 1000))
-        self._group: int = create(device.index, rank, ranks, capacity, timeout_ms, first)
+        self._device, self._push_bytes = device, push_bytes
+        self._pushed: Tensor | None = None
+        self._group: int = create(
+            device.index, rank, ranks, capacity, push_bytes, timeout_ms, first
+        )
 
     def export(self) -> bytes:
         """For `open` in another process."""
@@ -81,7 +88,7 @@ class PeerMemory:
     def close(self) -> None:
         """Give the memory back; no sum may run. What was exported stays until the process ends,
         for the others may have it mapped."""
-        group, self._group = self._group, 0
+        group, self._group, self._pushed = self._group, 0, None
         torch.ops.vllm_cuda.peers_destroy.default(group)
 
     def sum(self, x: Tensor, two_shots: bool) -> Tensor:
@@ -107,3 +114,44 @@ class PeerMemory:
             overlaps(),
         )
         return normed, total
+
+    def pushed(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """`[rows, columns]` of what the others push to, `offset` bytes from its first."""
+        end = offset + rows * columns * dtype.itemsize
+        if end > self._push_bytes:
+            raise ValueError(f"bytes {offset} to {end} of {self._push_bytes}")
+        if self._pushed is None:
+            address: int = torch.ops.vllm_cuda.peers_address.default(self._group)
+            self._pushed = torch.as_tensor(_Bytes(address, self._push_bytes), device=self._device)
+        return self._pushed[offset:end].view(dtype).view(rows, columns)
+
+    def push(self, rows: Tensor, receiver: int, offset: int) -> None:
+        """Copy the dense `rows` to rank `receiver`, where `offset` is counted as in `pushed`."""
+        torch.ops.vllm_cuda.peers_push.default(rows, self._group, receiver, offset)
+
+    def signal(self, flag: int, value: int) -> None:
+        """Tell all ranks, this one too, that what the stream has been given so far is there.
+        `value` of a `flag` (0 to 31) increases by less than 2^31 from one call to the next."""
+        torch.ops.vllm_cuda.peers_signal.default(self._group, flag, value)
+
+    def wait_for(self, flag: int, value: int) -> None:
+        """The stream goes on once all ranks have told this value or a later one."""
+        torch.ops.vllm_cuda.peers_await.default(self._group, flag, value)
+
+    def add(self, own: Tensor, inbox: int, stride: int, out: int) -> None:
+        """Add up a part of each rank: this one's is `own`, that of rank r was pushed to
+        `inbox + r * stride`; the sum is at `out`. All in bytes, multiples of 16. The bits are
+        those of `naive.sum_ranks`."""
+        torch.ops.vllm_cuda.peers_add.default(own, self._group, inbox, stride, out)
+
+
+class _Bytes:
+    """Memory of a device that no tensor owns, for torch to look at."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }

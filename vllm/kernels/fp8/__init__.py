@@ -6,7 +6,9 @@ Activations become e4m3 with a scale of their own: one per token, or one per tok
 scales. The functions here are plain torch: the reference, and the CPU's implementation.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ class Fp8Rows:
     values: Tensor
     scale: Tensor
     dtype: torch.dtype
+
+    def __getitem__(self, run: slice) -> Fp8Rows:
+        return replace(self, values=self.values[run], scale=self.scale[run])
 
 
 def padded_rows(tokens: int) -> int:

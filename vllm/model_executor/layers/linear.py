@@ -22,7 +22,7 @@ from vllm.distributed.communication_op import (
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import copied_parts, divide
 from vllm.kernels.fp8 import Fp8Rows
-from vllm.kernels.residual_stream import ResidualStream
+from vllm.kernels.residual_stream import BranchParts, ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
@@ -302,13 +302,19 @@ class RowParallelLinear(LinearBase, Communicates):
     def add_to(self, residual: Tensor, x: Tensor | Fp8Rows) -> ResidualStream:
         """The output of `forward` as a branch of the stream `residual [tokens, output_size]`."""
         if self.tp_size > 1:
-            part = self._part(x)
-            of_ranks = None
-            if self.reduce_results:
-                of_ranks = get_tp_group().part_before_norm(part, residual)
-            return ResidualStream(residual, of_ranks or self._reduced(part))
+            return ResidualStream(residual, self._branch(residual, x))
         bias = None if self.skip_bias_add else self.bias
         return self.quant_method.apply_and_add(self, x, bias, residual)
+
+    def _branch(self, residual: Tensor, x: Tensor | Fp8Rows) -> Tensor | BranchParts:
+        if not self.reduce_results:
+            return self._part(x)
+        group, rows = get_tp_group(), len(residual)
+        pushed = group.pushed_sums(rows, self.output_size, residual.dtype)
+        if pushed is not None:
+            return pushed.begin(rows, residual.dtype, lambda run: self._part(x[run]))
+        part = self._part(x)
+        return group.part_before_norm(part, residual) or self._reduced(part)
 
     def _part(self, x: Tensor | Fp8Rows) -> Tensor:
         """This rank's part of the sum."""

@@ -15,6 +15,7 @@ from torch import nn
 from vllm import decisions
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
+from vllm.distributed.device_communicators.pushed_sums import LargestSum
 from vllm.distributed.kv_transfer import ensure_kv_transfer_initialized, ensure_kv_transfer_shutdown
 from vllm.distributed.kv_transfer.kv_transfer_state import (
     ConnectorSlot,
@@ -154,7 +155,13 @@ class Worker(WorkerPlacements):
             if group != get_world_group():
                 group.barrier()
         if not parallel.disable_custom_all_reduce:
-            share_memory(parallel.distributed_timeout_seconds)
+            share_memory(parallel.distributed_timeout_seconds, self._largest_sum())
+
+    def _largest_sum(self) -> LargestSum:
+        """Of the products that a step adds up over ranks."""
+        rows = self.vllm_config.scheduler_config.max_num_batched_tokens
+        model = self.model_config
+        return LargestSum(rows, model.get_hidden_size(), model.dtype.itemsize)
 
     def load_model(self) -> None:
         """Build the model, then read its weights while its kernels compile."""
