@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.vllm_cuda: the steps of large sums over ranks. See pushes.h.
+// torch.ops.vllm_cuda: the steps of large sums of two ranks. See pushes.h.
 #include <stdexcept>
 
 #include "pushes.h"
@@ -89,19 +89,6 @@ void peers_await(int64_t address, int64_t flag, int64_t value) {
                                            static_cast<uint32_t>(value), current_stream(device)));
 }
 
-void peers_add(const Tensor& own, int64_t address, int64_t inbox, int64_t stride, int64_t out) {
-  const Peers& peers = open_peers(address);
-  const SumType type = check_rows("own", own, peers_at(address).device);
-  const int64_t bytes = bytes_of(own);
-  if (stride % 16 != 0) throw std::runtime_error("vllm_cuda: parts of 16-byte aligned strides");
-  check_run(peers, inbox, (peers.ranks - 1) * stride + bytes);
-  check_run(peers, out, bytes);
-  const int device = peers_at(address).device;
-  const DeviceGuard guard(device);
-  throw_if("a sum of parts", add_parts(peers, {own.data_ptr(), inbox, stride, out, own.numel()},
-                                       type, current_stream(device)));
-}
-
 void pair_norm(const Tensor& own, const Tensor& other, const Tensor& residual,
                const Tensor& norm, double eps, bool one_plus, Tensor out, Tensor total) {
   const int device = own.get_device_index();
@@ -140,7 +127,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(vllm_cuda, m) {
   m.def("peers_push(Tensor rows, int group, int receiver, int offset) -> ()");
   m.def("peers_signal(int group, int flag, int value) -> ()");
   m.def("peers_await(int group, int flag, int value) -> ()");
-  m.def("peers_add(Tensor own, int group, int inbox, int stride, int out) -> ()");
   m.def(
       "add_pair_norm(Tensor own, Tensor other, Tensor residual, Tensor norm, float eps,"
       " bool one_plus, Tensor(a!) out, Tensor(b!) total) -> ()");
@@ -154,6 +140,5 @@ STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(vllm_cuda, CUDA, m) {
   m.impl("peers_push", TORCH_BOX(&vllm_cuda::peers_push));
-  m.impl("peers_add", TORCH_BOX(&vllm_cuda::peers_add));
   m.impl("add_pair_norm", TORCH_BOX(&vllm_cuda::pair_norm));
 }

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Pushes, their flags, and the addition of what was pushed.
+// Pushes, their flags, and the norm that adds what was pushed.
 #include "pushes.h"
-
-#include <algorithm>
 
 #include "launch.h"
 #include "rank_words.cuh"
@@ -11,9 +9,6 @@
 namespace vllm_cuda {
 
 namespace {
-
-constexpr unsigned kAddThreads = 512;
-constexpr int64_t kAddBlocks = 264;
 
 __device__ uint32_t* flag_word(const Peers& peers, int receiver, int flag, int sender) {
   uint8_t* flags = peers.inboxes[receiver] + peers.push_offset;
@@ -35,32 +30,6 @@ __global__ void await_kernel(const __grid_constant__ Peers peers, int flag, uint
     patience.wait();
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
   } while (static_cast<int32_t>(seen - value) < 0);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kAddThreads)
-    add_kernel(const __grid_constant__ AddArgs args, const __grid_constant__ Peers peers) {
-  uint8_t* data = peers.inboxes[peers.rank] + peers.push_offset + kPushFlagBytes;
-  const uint4* own = static_cast<const uint4*>(args.own);
-  const int64_t chunks = args.elements / Chunk<T>::kElements;
-  for (int64_t i = blockIdx.x * int64_t{kAddThreads} + threadIdx.x; i < chunks;
-       i += gridDim.x * int64_t{kAddThreads}) {
-    const auto part = [&](int rank) {
-      if (rank == peers.rank) return own[i];
-      return reinterpret_cast<const uint4*>(data + args.inbox + rank * args.stride)[i];
-    };
-    Chunk<T> sum(part(0));
-    for (int rank = 1; rank < peers.ranks; ++rank) sum += part(rank);
-    reinterpret_cast<uint4*>(data + args.out)[i] = sum.rounded();
-  }
-}
-
-template <typename T>
-const char* launch_add(const Peers& peers, const AddArgs& args, void* stream) {
-  const int64_t chunks = args.elements / Chunk<T>::kElements;
-  const int64_t blocks = std::min((chunks + kAddThreads - 1) / kAddThreads, kAddBlocks);
-  const LaunchGrid grid{static_cast<unsigned>(blocks), kAddThreads, 0, stream};
-  return launch_kernel<add_kernel<T>>(grid, args, peers);
 }
 
 constexpr int kNormGroups = 2;
@@ -124,19 +93,6 @@ const char* signal_peers(const Peers& peers, int flag, uint32_t value, void* str
 
 const char* await_peers(const Peers& peers, int flag, uint32_t value, void* stream) {
   return launch_kernel<await_kernel>(thread_per_rank(peers, stream), peers, flag, value);
-}
-
-const char* add_parts(const Peers& peers, const AddArgs& args, SumType type, void* stream) {
-  if (args.elements == 0) return nullptr;
-  switch (type) {
-    case SumType::kFloat:
-      return launch_add<float>(peers, args, stream);
-    case SumType::kHalf:
-      return launch_add<__half>(peers, args, stream);
-    case SumType::kBfloat16:
-      return launch_add<__nv_bfloat16>(peers, args, stream);
-  }
-  return "an unknown type";
 }
 
 const char* add_pair_norm(const PairNormArgs& args, SumType type, void* stream) {

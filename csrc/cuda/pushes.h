@@ -1,20 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What large sums over ranks are made of: copy engines push runs of rows to other ranks' memory,
-// flags say that they have arrived, and one rank adds up each run. Offsets are in bytes, from the
-// first that may be pushed to.
+// What large sums of two ranks are made of: copy engines push runs of rows to the other's memory,
+// flags say that they have arrived, and the norm that comes next adds both parts. Offsets are in
+// bytes, from the first that may be pushed to.
 #pragma once
 
 #include "peers.h"
 
 namespace vllm_cuda {
-
-struct AddArgs {
-  const void* own;  // this rank's part, 16-byte aligned
-  int64_t inbox;    // offset of rank 0's part here, of which rank r's is `stride` * r bytes further
-  int64_t stride;
-  int64_t out;  // offset of the sum
-  int64_t elements;
-};
 
 // Rows of two parts, the stream that they are a branch of, and its norm; `columns` as in
 // kSumNormColumns. All are dense and 16-byte aligned.
@@ -34,8 +26,6 @@ const char* push_rows(const Peers& peers, int receiver, int64_t offset, const vo
 const char* signal_peers(const Peers& peers, int flag, uint32_t value, void* stream);
 // Holds the stream until all ranks have told `value` or a later one.
 const char* await_peers(const Peers& peers, int flag, uint32_t value, void* stream);
-// In fp32, in the order of ranks, rounded once.
-const char* add_parts(const Peers& peers, const AddArgs& args, SumType type, void* stream);
 // Rounded after each addition, with the bits of separate kernels.
 const char* add_pair_norm(const PairNormArgs& args, SumType type, void* stream);
 

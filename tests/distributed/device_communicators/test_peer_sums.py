@@ -92,7 +92,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[PeerSums | None
 
         monkeypatch.setattr(peer_sums, "PeerMemory", memory)
         monkeypatch.setattr(peer_sums, "OPS", Built())
-        monkeypatch.setattr(peer_sums, "DeviceLanes", lambda device: None)
+        monkeypatch.setattr(peer_sums, "DeviceLane", lambda device: None)
         monkeypatch.setattr(dist, "all_gather_object", host.gather)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -137,6 +137,14 @@ def test_large_products_are_pushed_where_there_are_any(meet: Any) -> None:
     assert "168 MB on each GPU" in chosen("large products")[1]
     found, host = meet({}, largest=LargestSum(512, 5120, 2))
     assert found is not None and found.pushed is None and host.memories[0].push_bytes == 0
+    assert chosen("large products")[0] == "NCCL"
+    assert "steps of 512 tokens they have 5.0 MiB" in chosen("large products")[1]
+
+
+def test_only_two_ranks_push(meet: Any) -> None:
+    found, host = meet({}, {}, largest=LargestSum(8192, 5120, 2))
+    assert found is not None and found.pushed is None and host.memories[0].push_bytes == 0
+    assert chosen("large products")[0] == "NCCL" and "3 ranks" in chosen("large products")[1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large sums over ranks that are threads, whose memory is the host's. On GPUs:
+"""Large sums of two ranks that are threads, whose memory is the host's. On GPUs:
 tests/gpu/test_pushed_sums_gpu.py."""
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from vllm.distributed.device_communicators.pushed_sums import (
     SMALLEST,
     LargestSum,
     PushedPair,
-    PushedPart,
     PushedSums,
     runs,
 )
@@ -45,10 +44,6 @@ class Rank:
     changed: Condition
     flags: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    @property
-    def ranks(self) -> int:
-        return len(self.all_ranks)
-
     def pushed(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         end = offset + rows * columns * dtype.itemsize
         assert end <= len(self.memory)
@@ -68,29 +63,16 @@ class Rank:
 
     def wait_for(self, flag: int, value: int) -> None:
         def told() -> bool:
-            return all(self.flags.get((flag, rank), 0) >= value for rank in range(self.ranks))
+            return all(self.flags.get((flag, rank), 0) >= value for rank in (0, 1))
 
         with self.changed:
             assert self.changed.wait_for(told, timeout=20), "a rank waits alone"
-
-    def add(self, own: Tensor, inbox: int, stride: int, out: int) -> None:
-        with self.changed:
-            parts = [
-                own
-                if rank == self.rank
-                else self.pushed(inbox + rank * stride, *own.shape, own.dtype)
-                for rank in range(self.ranks)
-            ]
-            self.pushed(out, *own.shape, own.dtype).copy_(sum_ranks(parts))
 
 
 class Inline:
     """One lane: what is launched has run."""
 
     def sending(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def adding(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def await_sent(self) -> None: ...
@@ -101,11 +83,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushed_sums, "SMALLEST", 4 * COLUMNS * 4)
 
 
-def sums_of(ranks: int, largest: LargestSum) -> list[PushedSums]:
+def sums_of(largest: LargestSum) -> list[PushedSums]:
     everyone: list[Rank] = []
     changed = Condition()
-    for rank in range(ranks):
-        memory = torch.full((largest.bytes_for(ranks),), 255, dtype=torch.uint8)
+    for rank in range(2):
+        memory = torch.full((largest.push_bytes,), 255, dtype=torch.uint8)
         everyone.append(Rank(rank, everyone, memory, changed))
     return [PushedSums(one, Inline(), largest) for one in everyone]
 
@@ -115,13 +97,11 @@ def on_each(sums: list[PushedSums], call: Callable[[int, PushedSums], Any]) -> l
         return list(threads.map(call, range(len(sums)), sums))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_every_rank_has_the_sum_in_rank_order(ranks: int) -> None:
+def test_both_ranks_have_the_sum() -> None:
     torch.manual_seed(0)
-    largest = LargestSum(61, COLUMNS, 2)
-    sums = sums_of(ranks, largest)
+    sums = sums_of(LargestSum(61, COLUMNS, 2))
     for rows in (61, 4, 17, 60, 1, 61):
-        parts = [torch.randn(rows, COLUMNS).bfloat16() for _ in range(ranks)]
+        parts = [torch.randn(rows, COLUMNS).bfloat16() for _ in sums]
 
         def on_rank(rank: int, own: PushedSums, parts: list[Tensor] = parts) -> Tensor:
             return own.begin(len(parts[rank]), torch.bfloat16, lambda run: parts[rank][run]).sum()
@@ -130,10 +110,9 @@ def test_every_rank_has_the_sum_in_rank_order(ranks: int) -> None:
             assert torch.equal(found, sum_ranks(parts))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_with_the_norm_it_has_the_bits_of_separate_ops(ranks: int) -> None:
+def test_with_the_norm_it_has_the_bits_of_separate_ops() -> None:
     torch.manual_seed(0)
-    parts = [torch.randn(40, COLUMNS) for _ in range(ranks)]
+    parts = [torch.randn(40, COLUMNS) for _ in range(2)]
     residual, norm = torch.randn(40, COLUMNS), Norm(torch.randn(COLUMNS), 1e-6, True)
 
     def on_rank(rank: int, own: PushedSums) -> tuple[Tensor, Tensor]:
@@ -142,43 +121,56 @@ def test_with_the_norm_it_has_the_bits_of_separate_ops(ranks: int) -> None:
 
     total = sum_ranks(parts) + residual
     expected = NaiveKernels().rms_norm(total, norm.weight, norm.eps, one_plus=True)
-    for normed, stream in on_each(sums_of(ranks, LargestSum(40, COLUMNS, 4)), on_rank):
+    for normed, stream in on_each(sums_of(LargestSum(40, COLUMNS, 4)), on_rank):
         assert torch.equal(stream, total)
         torch.testing.assert_close(normed, expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_sum_that_nobody_has_read_survives_the_next(ranks: int) -> None:
+def test_a_sum_that_nobody_has_read_survives_the_next() -> None:
     parts = [
-        [torch.full((8, COLUMNS), float(10 * n + rank)) for rank in range(ranks)] for n in range(4)
+        [torch.full((8, COLUMNS), float(10 * n + rank)) for rank in range(2)] for n in range(4)
     ]
 
     def on_rank(rank: int, own: PushedSums) -> list[Tensor]:
         begun = [own.begin(8, torch.float32, lambda run, one=one: one[rank][run]) for one in parts]
         return [one.sum() for one in begun]
 
-    for found in on_each(sums_of(ranks, LargestSum(8, COLUMNS, 4)), on_rank):
+    for found in on_each(sums_of(LargestSum(8, COLUMNS, 4)), on_rank):
         for total, of_ranks in zip(found, parts, strict=True):
             assert torch.equal(total, sum_ranks(of_ranks))
 
 
-def test_a_sum_that_was_read_is_gone_with_the_next() -> None:
+def test_a_slow_rank_reads_its_own_sum_and_not_the_next() -> None:
+    """The other one has pushed its part of the next sum before this one reads."""
+    parts = [torch.full((8, COLUMNS), float(n)) for n in range(3)]
+    slow, quick = sums_of(LargestSum(8, COLUMNS, 4))
+    mine = slow.begin(8, torch.float32, lambda run: parts[0][run])
+    assert torch.equal(quick.begin(8, torch.float32, lambda run: parts[1][run]).sum(), parts[1])
+    quick.begin(8, torch.float32, lambda run: parts[2][run])
+    assert torch.equal(mine.sum(), parts[1])
+    last = slow.begin(8, torch.float32, lambda run: parts[1][run])
+    assert torch.equal(last.sum(), parts[1] + parts[2])
+
+
+def test_a_sum_that_was_read_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     part, norm = torch.ones(8, COLUMNS), Norm(torch.ones(COLUMNS), 1e-6, False)
 
-    def on_rank(rank: int, own: PushedSums) -> PushedPart | PushedPair:
+    def on_rank(rank: int, own: PushedSums) -> PushedPair:
         first = own.begin(8, torch.float32, lambda run: part[run])
         first.sum_add_norm(part, norm)
         own.begin(8, torch.float32, lambda run: part[run])
         return first
 
-    for first in on_each(sums_of(3, LargestSum(8, COLUMNS, 4)), on_rank):
+    monkeypatch.setattr(pushed_sums, "takes_pair", lambda residual: True)
+    monkeypatch.setattr(pushed_sums, "add_pair_norm", lambda *args: None)
+    for first in on_each(sums_of(LargestSum(8, COLUMNS, 4)), on_rank):
         with pytest.raises(RuntimeError, match="for a second time"):
             first.sum()
 
 
 def test_what_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushed_sums, "SMALLEST", SMALLEST)
-    (own, _) = sums_of(2, LargestSum(8192, 1024, 2))
+    (own, _) = sums_of(LargestSum(8192, 1024, 2))
     assert own.takes(8192, 1024, torch.bfloat16) and own.takes(4096, 1024, torch.float16)
     assert not own.takes(4095, 1024, torch.bfloat16), "small"
     assert not own.takes(8193, 1024, torch.bfloat16), "larger than there is room"
@@ -194,9 +186,9 @@ def test_what_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_cover_all_rows() -> None:
     for rows in range(20):
         for count in (1, 2, 5):
-            found = runs(3, 3 + rows, count)
+            found = runs(rows, count)
             covered = [row for run in found for row in range(run.start, run.stop)]
-            assert covered == list(range(3, 3 + rows)) and len(found) == count
+            assert covered == list(range(rows)) and len(found) == count
             sizes = [run.stop - run.start for run in found]
             assert max(sizes) - min(sizes) <= 1
 
@@ -210,7 +202,7 @@ class Small:
 @pytest.fixture
 def ranks_of_a_layer() -> Iterator[list[PushedSums]]:
     """Rank 0 of two: what its group adds up with."""
-    sums = sums_of(2, LargestSum(32, COLUMNS, 4))
+    sums = sums_of(LargestSum(32, COLUMNS, 4))
     with parallel_state.as_first_rank_of(2):
         groups: Any = parallel_state._groups
         memory: Any = Small()

@@ -16,7 +16,7 @@ from vllm import decisions
 from vllm.distributed.device_communicators.pushed_sums import (
     PIECES,
     SMALLEST,
-    DeviceLanes,
+    DeviceLane,
     LargestSum,
     PushedSums,
 )
@@ -42,7 +42,7 @@ _WHAT_IS_PUSHED = "all-reduce of large products"
 
 class PeerSums:
     """Sums of messages that `takes` them; see `PeerMemory` for what ranks have to do alike.
-    `pushed`: of large products, None where there are none."""
+    `pushed`: of large products, None where these are NCCL's."""
 
     def __init__(self, memory: PeerMemory, pushed: PushedSums | None = None) -> None:
         self._memory, self.pushed = memory, pushed
@@ -122,9 +122,12 @@ def connect_peers(
     """Map the inboxes of the group's `ranks` processes, of which this is `rank`; None where they
     cannot all reach each other, as the decision says. `largest`: of products whose sums may be
     pushed. A collective call, before any capture."""
-    if largest is not None and not largest.is_worth_pushing:
+    if largest is not None and _obstacle_to_pushes(largest, ranks):
+        decisions.record(
+            _WHAT_IS_PUSHED, "NCCL", _obstacle_to_pushes(largest, ranks), "copy engines"
+        )
         largest = None
-    push_bytes = 0 if largest is None else largest.bytes_for(ranks)
+    push_bytes = 0 if largest is None else largest.push_bytes
     memory, obstacle = _own_memory(rank, ranks, device, timeout_s, push_bytes)
     handle = b"" if memory is None else memory.export()
     gpu = str(torch.cuda.get_device_properties(device).uuid)
@@ -157,10 +160,22 @@ def _pushed(
         _WHAT_IS_PUSHED,
         f"copy engines, from {SMALLEST // 2**20} MiB",
         f"rows are pushed in {PIECES} pieces while the next one is multiplied; "
-        f"{largest.bytes_for(memory.ranks) / 1e6:.0f} MB on each GPU",
+        f"{largest.push_bytes / 1e6:.0f} MB on each GPU",
         "NCCL",
     )
-    return PushedSums(memory, DeviceLanes(device), largest)
+    return PushedSums(memory, DeviceLane(device), largest)
+
+
+def _obstacle_to_pushes(largest: LargestSum, ranks: int) -> str:
+    """Why large products are not pushed; '' where they are."""
+    if ranks != 2:
+        return f"{ranks} ranks: one that pushed its part to all others would send it several times"
+    if not largest.is_worth_pushing:
+        return (
+            f"of steps of {largest.rows} tokens they have {largest.num_bytes / 2**20:.1f} MiB at "
+            f"most: copies are for {SMALLEST // 2**20} and more, of rows of 16-byte words"
+        )
+    return ""
 
 
 def _own_memory(

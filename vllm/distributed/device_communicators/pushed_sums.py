@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Large sums over the GPUs of one host, pushed by copy engines while the rest is multiplied.
+"""Large sums of two GPUs of one host, pushed by copy engines while the rest is multiplied.
 
-The rows of a product are cut into pieces. Two ranks push each piece to each other as soon as it is
-there, and the norm that reads the branch adds both parts. That takes no multiprocessors, so that
-the next piece is multiplied meanwhile. Of more ranks each pushes to every other the rows that the
-other adds up, adds up its own, and pushes these sums to all, which is less to send.
+The rows of a product are cut into pieces. Each rank pushes a piece of its part to the other as soon
+as it is there, and the norm that reads the branch adds both parts. That takes no multiprocessors,
+so that the next piece is multiplied meanwhile.
 
-Nothing waits at the end of a sum. Where ranks add up rows for each other, a rank pushes nothing of
-the next sum before it has read this one's results, for its next product comes after, in the order
-of its stream; so whoever gets a part of the next sum may write to where this one's parts and
-results were. Of two ranks one may be at the next sum while the other still reads: their sums take
-turns in two places, and a part of the next sum tells that this one has been read.
+Nothing waits at the end of a sum. One rank may be at the next sum while the other still reads: sums
+take turns in two places, and a part of the next sum tells that this one has been read, for its
+product comes after that in the order of the other's stream.
 """
 
 from __future__ import annotations
@@ -37,13 +34,10 @@ _ALIGNMENT = 16
 
 
 class PushMemory(Protocol):
-    """This rank's memory that the others push to, and theirs; see `PeerMemory`."""
+    """This rank's memory that the other one pushes to, and that one's; see `PeerMemory`."""
 
     @property
     def rank(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
 
     def pushed(self, offset: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor: ...
 
@@ -53,18 +47,12 @@ class PushMemory(Protocol):
 
     def wait_for(self, flag: int, value: int) -> None: ...
 
-    def add(self, own: Tensor, inbox: int, stride: int, out: int) -> None: ...
 
-
-class Lanes(Protocol):
-    """Where pushes and additions run beside the current stream."""
+class Lane(Protocol):
+    """Where pushes run beside the current stream."""
 
     def sending(self) -> AbstractContextManager[None]:
         """Inside the block work comes after what the current stream has been given so far."""
-        ...
-
-    def adding(self) -> AbstractContextManager[None]:
-        """Inside the block work waits for nothing but flags."""
         ...
 
     def await_sent(self) -> None:
@@ -72,25 +60,20 @@ class Lanes(Protocol):
         ...
 
 
-class DeviceLanes:
-    """Two streams of a device; what they run comes before products that have not begun."""
+class DeviceLane:
+    """A stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sending, self._adding = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     @contextmanager
     def sending(self) -> Iterator[None]:
-        self._sending.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._sending):
-            yield
-
-    @contextmanager
-    def adding(self) -> Iterator[None]:
-        with torch.cuda.stream(self._adding):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             yield
 
     def await_sent(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._sending)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
 
 @dataclass(frozen=True)
@@ -106,39 +89,35 @@ class LargestSum:
         return self.columns * self.element_bytes
 
     @property
-    def is_worth_pushing(self) -> bool:
-        return self.num_bytes >= SMALLEST and self.row_bytes % _ALIGNMENT == 0
-
-    @property
     def num_bytes(self) -> int:
         return self.rows * self.row_bytes
 
-    def part_bytes(self, ranks: int) -> int:
-        """Of one rank's part of what another one adds up: each piece is cut anew."""
-        return (-(-self.rows // ranks) + PIECES) * self.row_bytes
+    @property
+    def push_bytes(self) -> int:
+        """What each rank needs for the other's parts, of two sums."""
+        return 2 * self.num_bytes
 
-    def bytes_for(self, ranks: int) -> int:
-        """What each rank needs: of two ranks, for the other's parts of two sums; of more, for the
-        sum and then for the parts of all ranks."""
-        return self.num_bytes + (self.num_bytes if ranks == 2 else ranks * self.part_bytes(ranks))
+    @property
+    def is_worth_pushing(self) -> bool:
+        return self.num_bytes >= SMALLEST and self.row_bytes % _ALIGNMENT == 0
 
 
-def runs(begin: int, end: int, count: int) -> list[slice]:
-    """`count` runs of nearly the same length, one after the other, from `begin` to `end`."""
-    cuts = [begin + (end - begin) * i // count for i in range(count + 1)]
+def runs(rows: int, count: int) -> list[slice]:
+    """`count` runs of nearly the same length, one after the other, of all `rows`."""
+    cuts = [rows * i // count for i in range(count + 1)]
     return [slice(first, last) for first, last in pairwise(cuts)]
 
 
 class PushedSums:
-    """Sums of products that `takes` them. All ranks call the same sums in the same order."""
+    """Sums of products that `takes` them. Both ranks call the same sums in the same order."""
 
-    def __init__(self, memory: PushMemory, lanes: Lanes, largest: LargestSum) -> None:
-        self._memory, self._lanes, self._largest = memory, lanes, largest
+    def __init__(self, memory: PushMemory, lane: Lane, largest: LargestSum) -> None:
+        self._memory, self._lane, self._largest = memory, lane, largest
         self._count = 0
-        self._newest: PushedPart | PushedPair | None = None
+        self._newest: PushedPair | None = None
 
     def takes(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
-        """Whether the sum of such products is pushed: the same on all ranks. Never in a graph,
+        """Whether the sum of such products is pushed: the same on both ranks. Never in a graph,
         whose replays would tell old numbers."""
         largest = self._largest
         return (
@@ -150,112 +129,23 @@ class PushedSums:
 
     def begin(
         self, rows: int, dtype: torch.dtype, product: Callable[[slice], Tensor]
-    ) -> PushedPart | PushedPair:
+    ) -> PushedPair:
         """`product(run)`: this rank's part of a run of `rows`, dense `[len(run), columns]`."""
         if self._newest is not None:
             self._newest.make_room()
         self._count += 1
-        begin = self._exchange if self._memory.ranks == 2 else self._share_out
-        self._newest = begin(rows, dtype, product)
-        return self._newest
-
-    def _exchange(
-        self, rows: int, dtype: torch.dtype, product: Callable[[slice], Tensor]
-    ) -> PushedPair:
         memory, largest = self._memory, self._largest
         place = self._count % 2 * largest.num_bytes
+        parts = []
+        for piece, run in enumerate(runs(rows, PIECES)):
+            part = product(run)
+            parts.append(part)
+            with self._lane.sending():
+                memory.push(part, 1 - memory.rank, place + run.start * largest.row_bytes)
+                memory.signal(piece, self._count)
         others = memory.pushed(place, rows, largest.columns, dtype)
-        parts = []
-        for index, piece in enumerate(runs(0, rows, PIECES)):
-            part = product(piece)
-            parts.append(part)
-            with self._lanes.sending():
-                memory.push(part, 1 - memory.rank, place + piece.start * largest.row_bytes)
-                memory.signal(_parts_of(index), self._count)
-        return PushedPair(memory, self._lanes, others, self._count, parts)
-
-    def _share_out(
-        self, rows: int, dtype: torch.dtype, product: Callable[[slice], Tensor]
-    ) -> PushedPart:
-        memory, lanes, count = self._memory, self._lanes, self._count
-        row_bytes, stride = self._largest.row_bytes, self._largest.part_bytes(memory.ranks)
-        inbox = self._largest.num_bytes
-        others = [(memory.rank + i) % memory.ranks for i in range(1, memory.ranks)]
-        out = memory.pushed(0, rows, self._largest.columns, dtype)
-        #: rows of each rank's inbox that earlier pieces fill
-        filled = [0] * memory.ranks
-        parts = []
-        for index, piece in enumerate(runs(0, rows, PIECES)):
-            part = product(piece)
-            parts.append(part)
-            of_rank = runs(0, len(part), memory.ranks)
-            own = of_rank[memory.rank]
-            begin = piece.start + own.start
-            total, at = out[begin : piece.start + own.stop], begin * row_bytes
-            with lanes.sending():
-                for rank in others:
-                    place = inbox + memory.rank * stride + filled[rank] * row_bytes
-                    memory.push(part[of_rank[rank]], rank, place)
-                memory.signal(_parts_of(index), count)
-            with lanes.adding():
-                memory.wait_for(_parts_of(index), count)
-                memory.add(part[own], inbox + filled[memory.rank] * row_bytes, stride, at)
-                for rank in others:
-                    memory.push(total, rank, at)
-                memory.signal(_sums_of(index), count)
-            filled = [n + run.stop - run.start for n, run in zip(filled, of_rank, strict=True)]
-        return PushedPart(memory, out, count, parts)
-
-
-def _parts_of(piece: int) -> int:
-    """The flag that says that the parts of a piece are there."""
-    return 2 * piece
-
-
-def _sums_of(piece: int) -> int:
-    """The flag that says that its sums are."""
-    return 2 * piece + 1
-
-
-class PushedPart:
-    """A sum on its way: see `BranchParts`. `out [rows, columns]` is where it arrives and the next
-    one after it; `parts` are pushed until then."""
-
-    def __init__(self, memory: PushMemory, out: Tensor, count: int, parts: list[Tensor]) -> None:
-        self._memory, self._count, self._parts = memory, count, parts
-        self._out = out
-        #: the sum where nothing overwrites it, if anybody needs it there
-        self._kept: list[Tensor] = []
-        self._was_read = self._is_gone = False
-
-    def sum(self) -> Tensor:
-        if not self._kept:
-            self._kept.append(self._arrived().clone())
-        return self._kept[0]
-
-    def sum_add_norm(self, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        branch = self._kept[0] if self._kept else self._arrived()
-        self._was_read = True
-        return current_platform.kernels.fused_add_rms_norm(
-            branch, residual, norm.weight, norm.eps, one_plus=norm.one_plus
-        )
-
-    def make_room(self) -> None:
-        """For the next sum: keep what nobody has read yet."""
-        if not self._was_read:
-            self.sum()
-        self._is_gone = True
-
-    def _arrived(self) -> Tensor:
-        """The sum, on the current stream, once all ranks' rows are here, and so all that was pushed
-        has been read."""
-        if self._is_gone:
-            raise RuntimeError("a branch is read for a second time after the next one has begun")
-        if self._parts:
-            for piece in range(PIECES):
-                self._memory.wait_for(_sums_of(piece), self._count)
-            self._parts.clear()
-        return self._out
+        self._newest = PushedPair(memory, self._lane, others, self._count, parts)
+        return self._newest
 
 
 class PushedPair:
@@ -263,9 +153,9 @@ class PushedPair:
     columns]`: see `BranchParts`."""
 
     def __init__(
-        self, memory: PushMemory, lanes: Lanes, others: Tensor, count: int, parts: list[Tensor]
+        self, memory: PushMemory, lane: Lane, others: Tensor, count: int, parts: list[Tensor]
     ) -> None:
-        self._memory, self._lanes, self._count = memory, lanes, count
+        self._memory, self._lane, self._count = memory, lane, count
         self._others, self._parts = others, parts
         #: the sum, if anybody needs it by itself
         self._kept: list[Tensor] = []
@@ -298,13 +188,13 @@ class PushedPair:
         """Each piece, this rank's part of it and the other's, once that is here."""
         if self._was_read:
             raise RuntimeError("a branch is read for a second time, and its parts are gone")
-        pieces = runs(0, len(self._others), PIECES)
-        for index, (piece, part) in enumerate(zip(pieces, self._parts, strict=True)):
-            self._memory.wait_for(_parts_of(index), self._count)
-            yield piece, part, self._others[piece]
+        pieces = runs(len(self._others), PIECES)
+        for piece, (run, part) in enumerate(zip(pieces, self._parts, strict=True)):
+            self._memory.wait_for(piece, self._count)
+            yield run, part, self._others[run]
 
     def _end(self) -> None:
         """What the parts take is free once they have been sent."""
-        self._lanes.await_sent()
+        self._lane.await_sent()
         self._parts.clear()
         self._was_read = True

@@ -20,7 +20,7 @@ NORM_COLUMNS = (512, 8192)
 _HANDLE_BYTES = 64
 #: ops of `vllm_cuda` that every rank has to call, or the others wait
 COLLECTIVES = frozenset(
-    {"peers_sum", "peers_sum_add_norm", "peers_push", "peers_signal", "peers_await", "peers_add"}
+    {"peers_sum", "peers_sum_add_norm", "peers_push", "peers_signal", "peers_await"}
 )
 
 OPS = CudaOps(
@@ -137,12 +137,6 @@ class PeerMemory:
     def wait_for(self, flag: int, value: int) -> None:
         """The stream goes on once all ranks have told this value or a later one."""
         torch.ops.vllm_cuda.peers_await.default(self._group, flag, value)
-
-    def add(self, own: Tensor, inbox: int, stride: int, out: int) -> None:
-        """Add up a part of each rank: this one's is `own`, that of rank r was pushed to
-        `inbox + r * stride`; the sum is at `out`. All in bytes, multiples of 16. The bits are
-        those of `naive.sum_ranks`."""
-        torch.ops.vllm_cuda.peers_add.default(own, self._group, inbox, stride, out)
 
 
 class _Bytes:
