@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
 """Matmuls of 1 to 64 tokens at Qwen3.5-4B's sizes: cuBLAS, Triton, and ours, which are
-`csrc/cuda/skinny.cu` up to 16 tokens and `csrc/cuda/hopper/narrow.cu` beyond.
+`csrc/cuda/skinny.cu` up to 8 tokens and `csrc/cuda/hopper/narrow.cu` beyond.
 
     PYTHONPATH=. python benchmarks/skinny.py [--tokens 1,8,32] [--only down,step]
 

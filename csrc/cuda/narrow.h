@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host interface of the narrow matmul: 17 to 64 tokens, bound by reading the weight once.
+// Host interface of the narrow matmul: 9 to 64 tokens, bound by reading the weight once.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// torch.ops.vllm_cuda.narrow_linear: matmuls of 17 to 64 tokens.
+// torch.ops.vllm_cuda.narrow_linear: matmuls of 9 to 64 tokens.
 #include <stdexcept>
 
 #include "narrow.h"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When 17 to 64 tokens are multiplied by `vllm_cuda`, and how the product is cut up."""
+"""When 9 to 64 tokens are multiplied by `vllm_cuda`, and how the product is cut up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.kernels import cuda_library
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER, CudaOps
-from vllm.kernels.linear import narrow
+from vllm.kernels.linear import narrow, skinny
 from vllm.kernels.linear.narrow import (
     LEAST_ELEMENTS,
     MOST_ROWS,
@@ -53,7 +53,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """What `CudaKernels(HOPPER)` multiplies 17 to 64 tokens by."""
+    """What `CudaKernels(HOPPER)` multiplies 9 to 64 tokens by."""
     recorder = Recorder()
     monkeypatch.setattr(narrow, "narrow_linear", recorder.linear)
     monkeypatch.setattr(narrow, "narrow_silu_and_mul", recorder.silu_and_mul)
@@ -71,7 +71,7 @@ def ones(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.ones(*shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("tokens", [17, 64])
+@pytest.mark.parametrize("tokens", [9, 16, 64])
 def test_some_tokens_are_narrow(tokens: int) -> None:
     weight = ones(N, K)
     assert is_narrow(ones(tokens, K), weight, None) and is_narrow(ones(tokens, K), weight, ones(N))
@@ -87,7 +87,7 @@ def test_small_weights_of_few_rows_are_narrow() -> None:
 @pytest.mark.parametrize(
     ("x", "weight", "bias"),
     [
-        pytest.param(ones(16, K), ones(N, K), None, id="few tokens"),
+        pytest.param(ones(8, K), ones(N, K), None, id="few tokens"),
         pytest.param(ones(65, K), ones(N, K), None, id="many tokens"),
         pytest.param(ones(32, 1, K), ones(N, K), None, id="three dimensions"),
         pytest.param(ones(32, K - 8), ones(N, K - 8), None, id="small weight"),
@@ -130,6 +130,36 @@ def test_launches_overlap_in_graphs_only(
     assert stream.branch is None and torch.equal(stream.residual, residual + product)
     names = ["linear", "linear_silu_and_mul", "linear"]
     assert recorder.calls == [(name, capturing) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n", "dtype", "who"),
+    [
+        (8, N, BF16, "skinny"),
+        (9, N, BF16, "narrow"),
+        (16, N, BF16, "narrow"),
+        (16, N + 4, BF16, "skinny"),
+        (16, N, torch.half, "skinny"),
+        (17, N + 4, BF16, "torch"),
+    ],
+)
+def test_what_is_not_narrow_may_be_skinny(
+    recorder: Recorder,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    n: int,
+    dtype: torch.dtype,
+    who: str,
+) -> None:
+    few = Recorder()
+    monkeypatch.setattr(skinny, "skinny_linear", few.linear)
+    monkeypatch.setattr(CudaOps, "choose", lambda ops, _: ops in (narrow.OPS, skinny.OPS))
+    x, weight, residual = (ones(*s, dtype=dtype) for s in ((tokens, K), (n, K), (tokens, n)))
+    kernels = CudaKernels(HOPPER)
+    kernels.linear(x, weight, None)
+    kernels.linear_add(x, weight, None, residual)
+    assert len(recorder.calls) == 2 * (who == "narrow")
+    assert len(few.calls) == 2 * (who == "skinny")
 
 
 def test_a_residual_that_cannot_be_read_is_left_to_the_norm(recorder: Recorder) -> None:

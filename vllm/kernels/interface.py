@@ -62,7 +62,7 @@ class Kernels(Registry):
     compress = Op(compressed.compress)
     choose_entries = Op(compressed.choose_entries)
     compressed_attention = Op(compressed.compressed_attention)
-    linear = Op(matmul.linear, cuda=("skinny", "narrow", "naive"))
+    linear = Op(matmul.linear, cuda=("narrow", "skinny", "naive"))
     linear_fp8 = Op(fp8.linear_fp8, cuda=("cuda",))
     linear_fp8_block = Op(fp8.linear_fp8_block, cuda=("cuda",))
 
@@ -96,7 +96,7 @@ class Kernels(Registry):
     mask_tokens = Op(sampling.mask_tokens, cpu=("naive",), cuda=("mask",))
     ranked_logprobs = Op(sampling.ranked_logprobs, cpu=("naive",), cuda=("logprobs", "naive"))
 
-    @composed("linear", cuda=("skinny", "narrow", "swiglu"))
+    @composed("linear", cuda=("narrow", "skinny", "swiglu"))
     def linear_silu_and_mul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """`silu_and_mul(linear(x, weight, bias))`: `[tokens, k]`, `weight [2n, k]`, `bias [2n]`
         -> `[tokens, n]`. The gate's n rows come first; both halves are rounded to the model dtype
@@ -104,7 +104,7 @@ class Kernels(Registry):
         """
         return self.silu_and_mul(self.linear(x, weight, bias))
 
-    @composed("linear", cuda=("skinny", "narrow"))
+    @composed("linear", cuda=("narrow", "skinny"))
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor
     ) -> ResidualStream:

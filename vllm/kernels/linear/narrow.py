@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of 17 to 64 tokens on Hopper: `csrc/cuda/hopper/narrow.cu` where it beats cuBLAS.
+"""Matmuls of 9 to 64 tokens on Hopper: `csrc/cuda/hopper/narrow.cu` where it beats cuBLAS.
 
 They are bound by reading their weight once, as those of fewer tokens. How the kernel cuts up a
 product follows from the weight's shape, not from the number of tokens: its bits for a row follow
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from vllm.kernels.cuda_library import CudaOps, overlaps
-from vllm.kernels.linear.skinny import ALIGNMENT, can_add
+from vllm.kernels.linear.skinny import ALIGNMENT, NORM_TOKENS, can_add
 from vllm.kernels.registry import Implementation
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.utils.math_utils import cdiv
 
-MIN_TOKENS, MAX_TOKENS = 17, 64
+#: fewer are the skinny matmul's, which takes their norm along
+MIN_TOKENS, MAX_TOKENS = NORM_TOKENS + 1, 64
 #: rows of the weight come in groups of so many, twice as many with a gate
 GROUP = 8
 #: of the weight that a tile has at most
@@ -37,9 +38,9 @@ LEAST_ELEMENTS, LEAST_OF_FEW_ROWS = 1 << 23, 1 << 18
 KB = 1024
 
 OPS = CudaOps(
-    what="matmuls of 17 to 64 tokens",
+    what="matmuls of 9 to 64 tokens",
     why="reads weights nearer to the memory's speed",
-    instead_of="cuBLAS",
+    instead_of="cuBLAS, or up to 16 tokens the skinny matmul",
     chosen="vllm_cuda for bfloat16 and weights from 16 MB on, from 512 kB where rows are few",
 )
 
