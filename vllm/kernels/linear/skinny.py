@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of few tokens on Hopper: `csrc/cuda/skinny.cu` where it beats cuBLAS.
 
-Those of more than 8 tokens by large weights are `narrow.py`'s. At 1 to 16 tokens a matmul is bound by reading its weight once. The kernel's bits for a row follow
-from that row, the weight and its bias alone: they do not depend on the other rows.
+At 1 to 16 tokens a matmul is bound by reading its weight once; those of more than 8 by large
+weights are `narrow.py`'s. The kernel's bits for a row follow from that row, the weight and its bias
+alone: they do not depend on the other rows.
 """
 
 from dataclasses import dataclass
