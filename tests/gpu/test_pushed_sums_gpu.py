@@ -102,7 +102,7 @@ def test_what_it_does_not_take_is_refused(ranks: list[PeerMemory]) -> None:
     with pytest.raises(RuntimeError, match="float32, float16 or bfloat16"):
         memory.push(rows.to(torch.int16), 1, 0)
     with pytest.raises(ValueError, match="bytes 0 to"):
-        memory.pushed(0, LARGEST.rows, 2 * LARGEST.columns, torch.float32)
+        memory.pushed(0, LARGEST.rows, 3 * LARGEST.columns, torch.float32)
     few = torch.zeros(4, 512, dtype=BF16, device="cuda")
     with pytest.raises(RuntimeError, match="more columns than it is made for"):
         add_pair_norm(few, few, few, Norm(few[0], *NORM), few, few)
