@@ -114,7 +114,7 @@ class ParallelConfig:
     )
     disable_custom_all_reduce: bool = option(
         default=False,
-        help="Use NCCL's all-reduce for small sums, too, where GPUs of a host share memory.",
+        help="Use NCCL for all sums, also those that GPUs of a host take through shared memory.",
     )
     worker_extension_cls: str = option(
         default="",
