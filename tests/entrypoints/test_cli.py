@@ -220,6 +220,8 @@ class FakeAPI:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.keys.append(request.headers["authorization"])
+        if not request.url.path.startswith("/v1/"):
+            return httpx.Response(404, json={"detail": "Not Found"})
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "served"}]})
         self.bodies.append(json.loads(request.content))
@@ -304,6 +306,12 @@ def test_groups_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 2 and main(["bench", "sweep"]) == 2
     shown = capsys.readouterr().err
     assert "vllm bench: error: no command given" in shown and "unknown command 'sweep'" in shown
+
+
+def test_a_url_without_v1(api: FakeAPI, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "-q", "hi", "--url", "http://localhost:8000"]) == 1
+    said = capsys.readouterr().err
+    assert "the server answered 404" in said and "(/models was asked for: --url ends with" in said
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +63,21 @@ def test_a_server_restarts_after_a_failure_if_told_to(
     namespace = parser.parse_args(["--model", "none", "--on-failure", policy])
     assert run_server.run_server(namespace) == status
     assert len(asked) == restarts
+
+
+def test_metrics_of_processes_need_their_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Said before a model is loaded."""
+    monkeypatch.setattr(run_server, "_run", lambda args, engine_args: 0)
+    parser = FlexibleArgumentParser()
+    make_arg_parser(parser)
+    namespace = parser.parse_args(["--model", "none"])
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "absent"))
+    with pytest.raises(VLLMValidationError, match="absent: there is no such directory; make it"):
+        run_server.run_server(namespace)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    assert run_server.run_server(namespace) == 0
 
 
 def test_restarting_and_serving_errors_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

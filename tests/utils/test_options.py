@@ -182,6 +182,22 @@ def test_messages_name_flag_and_value() -> None:
         Sample(tags=["a", 3])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize(
+    ("cls", "key", "value"),
+    [
+        (KVTransferConfig, "kv_role", "neither"),
+        (KVTransferConfig, "kv_port", "a"),
+        (SpeculativeConfig, "num_speculative_tokens", "many"),
+        (AttentionConfig, "backend", 3),
+        (KVEventsConfig, "endpoint", 3),
+    ],
+)
+def test_keys_of_a_flag_are_no_flags_themselves(cls: type[Any], key: str, value: object) -> None:
+    with pytest.raises(VLLMValidationError) as caught:
+        cls(**{key: value})
+    assert str(caught.value).startswith(f"{cls.__name__}.{key}: ") and "--" not in str(caught.value)
+
+
 def test_factories_are_not_shared() -> None:
     Sample().tags.append("x")
     assert Sample().tags == []

@@ -6,10 +6,10 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import FlagKind, config, option
+from vllm.utils.options import FlagKind, config, json_config, option
 
 
-@config
+@json_config
 class AttentionConfig:
     """The structured form of `--attention-backend`."""
 
@@ -43,7 +43,7 @@ class DeviceConfig:
         return self.device
 
 
-@config
+@json_config
 class KVEventsConfig:
     """Where the engine announces stored and removed blocks."""
 
@@ -124,7 +124,7 @@ class ObservabilityConfig:
     )
 
 
-@config
+@json_config
 class StructuredOutputsConfig:
     """Server-wide settings of structured outputs."""
 

@@ -4,10 +4,10 @@
 from pydantic import NonNegativeInt, PositiveInt
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option
+from vllm.utils.options import json_config, option
 
 
-@config
+@json_config
 class EPLBConfig:
     """Settings of `--enable-eplb`, expert-parallel load balancing."""
 

@@ -5,7 +5,7 @@ import uuid
 from typing import Any, Literal
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option
+from vllm.utils.options import json_config, option
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 
@@ -14,7 +14,7 @@ def _new_engine_id() -> str:
     return str(uuid.uuid4())
 
 
-@config
+@json_config
 class KVTransferConfig:
     """Which connector moves state in or out, and its settings."""
 

@@ -322,15 +322,17 @@ class ModelConfig:
         """
         from vllm.transformers_utils.config import get_generation_config
 
-        if self.generation_config == "vllm":
+        own = self._own_generation_config() if self.generation_config == "auto" else None
+        if own is not None:
+            found = own
+        elif self.generation_config == "vllm":
             found = {}
-        elif self.generation_config == "auto":
-            found = self._own_generation_config()
         else:
             found = get_generation_config(self.generation_config, required=True)
         found = {**found, **self.override_generation_config}
         if "eos_token_id" not in found:
-            found["eos_token_id"] = self._own_generation_config().get("eos_token_id")
+            own = self._own_generation_config() if own is None else own
+            found["eos_token_id"] = own.get("eos_token_id")
         return found
 
     def _own_generation_config(self) -> dict[str, Any]:

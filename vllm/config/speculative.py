@@ -11,7 +11,7 @@ from typing import Any
 from vllm.config.draft_methods import check_asked, resolve_method, settings_of
 from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.model import ModelConfig
-from vllm.utils.options import check_keys, config, option
+from vllm.utils.options import check_keys, json_config, option
 
 EXTRACT = "extract_hidden_states"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -28,7 +28,7 @@ FILLED_BY_ENGINE = (
 _NOT_SETTINGS = ("method", "drafter", "disable_padded_drafter_batch", *FILLED_BY_ENGINE)
 
 
-@config
+@json_config
 class SpeculativeConfig:
     """`method` and its settings: a drafter of `vllm.config.draft_methods`, or
     `extract_hidden_states`, which may have a drafter beside it.

@@ -23,6 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
+from vllm.v1.engine.no_pooling import no_pooling
 from vllm.v1.engine.request_batch import RequestBatch
 from vllm.v1.engine.sleep import check_sleep
 from vllm.v1.engine.spare_process import prestarted
@@ -35,24 +36,17 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.reader import Metric
 
 
-def _no_pooling(method: str) -> Callable[..., NoReturn]:
-    def refuse(self: object, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"LLM.{method} needs a pooling model; only text generation is served: use generate, "
-            "chat or beam_search (prompt_logprobs scores a given text)"
-        )
-
-    return refuse
+_TEXT = "generate, chat or beam_search"
 
 
 class LLMRefusals:
     """Base of `LLM`. Every method raises `NotImplementedError`."""
 
-    encode = _no_pooling("encode")
-    embed = _no_pooling("embed")
-    classify = _no_pooling("classify")
-    score = _no_pooling("score")
-    reward = _no_pooling("reward")
+    encode = no_pooling("LLM.encode", _TEXT)
+    embed = no_pooling("LLM.embed", _TEXT)
+    classify = no_pooling("LLM.classify", _TEXT)
+    score = no_pooling("LLM.score", _TEXT)
+    reward = no_pooling("LLM.reward", _TEXT)
 
     def start_profile(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError("profiling is not supported; use an external profiler")

@@ -89,26 +89,38 @@ def config(cls: type[T]) -> type[T]:
 
     Constructor errors are `VLLMValidationError` (a `ValueError`) in one plain sentence.
     """
+    return _validated(cls, has_flags=True)
+
+
+@dataclass_transform(field_specifiers=(option, dataclasses.field))
+def json_config(cls: type[T]) -> type[T]:
+    """A `config` that is the JSON of one flag: its fields are keys there, not flags."""
+    return _validated(cls, has_flags=False)
+
+
+def _validated(cls: type[T], has_flags: bool) -> type[T]:
     settings = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     made: Any = pydantic_dataclass(cls, config=settings)
-    made.__init__ = _explain_errors(made, made.__init__)
+    made.__init__ = _explain_errors(made, made.__init__, has_flags)
     return made
 
 
-def _explain_errors(cls: type[Any], init: Callable[..., None]) -> Callable[..., None]:
+def _explain_errors(
+    cls: type[Any], init: Callable[..., None], has_flags: bool
+) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         check_keys(cls, kwargs)
         try:
             init(self, *args, **kwargs)
         except ValidationError as error:
-            raise plain_error(cls, error) from None
+            raise _plain_error(cls, error, has_flags) from None
 
     return __init__
 
 
-def plain_error(cls: type[Any], error: ValidationError) -> VLLMValidationError:
-    """The first of pydantic's findings, as a sentence that names the field."""
+def _plain_error(cls: type[Any], error: ValidationError, has_flags: bool) -> VLLMValidationError:
+    """The first of pydantic's findings, as a sentence that names the field, and its flag."""
     first = error.errors(include_url=False)[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, VLLMValidationError):
@@ -118,7 +130,8 @@ def plain_error(cls: type[Any], error: ValidationError) -> VLLMValidationError:
     names = {field.name: field for field in dataclasses.fields(cls)}
     path = [str(part) for part in first["loc"]]
     dotted = ".".join(path)
-    info = flag_of(names[path[0]]) if path[:1] and path[0] in names else None
+    named = has_flags and path[:1] and path[0] in names
+    info = flag_of(names[path[0]]) if named else None
     flag = f" ({flag_name(info.name or path[0])})" if info is not None else ""
     message = first["msg"][:1].lower() + first["msg"][1:]
     given = first["input"]

@@ -29,6 +29,11 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 pytestmark = pytest.mark.usefixtures("forking")
 
 
+def test_pooling_is_refused_with_what_there_is() -> None:
+    with pytest.raises(NotImplementedError, match=r"AsyncLLM.encode needs a pooling.*use generate"):
+        AsyncLLM.encode(object(), "text")
+
+
 @asynccontextmanager
 async def running(log_stats=False, **options):
     options.setdefault("async_scheduling", True)

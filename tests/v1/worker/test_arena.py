@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -43,6 +45,14 @@ def _config() -> KVCacheConfig:
         KVCacheGroupSpec(["h"], hidden),
     ]
     return KVCacheConfig(0, [], groups, plan_arena(groups, NUM_PAGES))
+
+
+def test_more_than_there_is_is_an_error_that_says_what_to_give() -> None:
+    config = _config()
+    pages = 2**62 // config.plan.page_bytes
+    config = replace(config, plan=plan_arena(config.kv_cache_groups, pages))
+    with pytest.raises(VLLMValidationError, match=r"no room for the state memory, .* GiB on cpu"):
+        Arena(config, CPU)
 
 
 def _tensors(arena: Arena, name: str) -> tuple[torch.Tensor, ...]:

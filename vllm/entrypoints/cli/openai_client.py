@@ -60,6 +60,9 @@ def _raise_for_error(reply: httpx.Response) -> None:
             message = error if isinstance(error, str) else error["message"]
         except (ValueError, KeyError, TypeError):
             message = reply.text
+        path = reply.request.url.path
+        if reply.status_code == httpx.codes.NOT_FOUND and not path.startswith("/v1/"):
+            message += f" ({path} was asked for: --url ends with /v1)"
         raise CommandError(f"the server answered {reply.status_code}: {message}")
 
 

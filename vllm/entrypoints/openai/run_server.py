@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
+from vllm.v1.metrics.prometheus import check_multiprocess_directory
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -43,6 +44,7 @@ def run_server(namespace: argparse.Namespace) -> int:
     # These fail in milliseconds; loading a model first would hide the mistake for minutes.
     check_node_role(args, engine_args)
     check_failure_policy(args)
+    check_multiprocess_directory()
     status = _run(args, engine_args)
     if status != 0 and args.on_failure == "restart":
         restart()

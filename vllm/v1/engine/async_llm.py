@@ -18,6 +18,7 @@ from vllm.utils import startup_phases
 from vllm.v1.engine.async_client import AsyncClient, AsyncMPClient, AttachedClient
 from vllm.v1.engine.async_rest import AsyncRest
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.no_pooling import no_pooling
 from vllm.v1.engine.output_handler import OutputHandler
 from vllm.v1.engine.output_stream import OutputStream, TakeText
 from vllm.v1.engine.placements import asked_for, placement_to_admit
@@ -60,6 +61,8 @@ class AsyncLLM:
     `meanwhile`: called once while the core starts. `client`: to a core that another process has
     started and shares out.
     """
+
+    encode = no_pooling("AsyncLLM.encode", "generate")
 
     def __init__(
         self,

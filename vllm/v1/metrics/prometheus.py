@@ -14,6 +14,8 @@ from prometheus_client import (
 )
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from vllm.exceptions import VLLMValidationError
+
 _MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -27,6 +29,18 @@ def _new_registry() -> CollectorRegistry:
 
 #: metrics of this process and its HTTP server; every engine has a registry of its own
 REGISTRY = _new_registry()
+
+
+def check_multiprocess_directory() -> None:
+    """`VLLMValidationError` where the metrics of several processes have no place, which
+    prometheus_client notices once it keeps the first one."""
+    path = os.environ.get(_MULTIPROC_DIR)
+    if path and not os.path.isdir(path):
+        raise VLLMValidationError(
+            f"{_MULTIPROC_DIR}={path}: there is no such directory; make it, or unset the variable",
+            parameter=_MULTIPROC_DIR,
+            value=path,
+        )
 
 
 def metrics_text(engine: CollectorRegistry) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, StateView
 from vllm.v1.worker.zeroed_memory import new_zeros
@@ -31,7 +32,16 @@ class Arena:
         if buffer is None:
             # Zeroed: the null page is read by padded rows and must hold finite numbers.
             size = self.plan.num_pages * self.plan.page_bytes
-            buffer = new_zeros(size, device)
+            try:
+                buffer = new_zeros(size, device)
+            except MemoryError as error:
+                raise VLLMValidationError(
+                    f"there is no room for the state memory, {error}; give less of it: "
+                    + ("VLLM_CPU_KVCACHE_SPACE or " if device.type == "cpu" else "")
+                    + "--kv-cache-memory-bytes, --num-gpu-blocks-override",
+                    parameter="kv_cache_memory_bytes",
+                    value=size,
+                ) from error
         self.buffer = buffer
         #: every group's blocks, `uint8 [num_blocks, block_bytes]`
         self._blocks: list[Tensor] = []

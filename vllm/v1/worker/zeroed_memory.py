@@ -18,8 +18,12 @@ _PAGE = mmap.PAGESIZE
 
 
 def new_zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """`uint8 [num_bytes]` of zeros."""
-    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    """`uint8 [num_bytes]` of zeros. Raises `MemoryError` if there are not so many."""
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch's own for devices is one
+        reason = str(error).strip().splitlines()[0]
+        raise MemoryError(f"{num_bytes / 2**30:.2f} GiB on {device}: {reason}") from error
     zero(memory)
     return memory
 
