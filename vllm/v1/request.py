@@ -120,6 +120,8 @@ class Request:
         self.last_sampling_step = 0
         self.num_cached_tokens = -1
         self.num_external_computed_tokens = 0
+        #: of its state by a connector
+        self.num_failed_loads = 0
         self.num_preemptions = 0
         self.num_output_placeholders = 0
         #: tokens of steps in flight that count as computed and may turn out to be rejected

@@ -272,6 +272,22 @@ def test_failed_asynchronous_load_keeps_the_valid_prefix():
     expect(driver, "a", prompt)
 
 
+def test_a_connector_that_always_matches_what_fails_is_not_asked_for_ever():
+    driver = make_driver(policy="recompute")
+    prompt = prompt_of(0, 60)
+    driver.connector.matches["a"] = [(48, True)] * 9
+    driver.add(make_request("a", prompt))
+    for _ in range(2):
+        driver.step()
+        blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+        report(driver, invalid_block_ids=set(blocks[:3]), finished_recving={"a"})
+    assert driver.step().num_scheduled_tokens == {"a": 60}
+    driver.run()
+    expect(driver, "a", prompt)
+    assert len([call for call in driver.connector.calls if call[0] == "match"]) == 2
+    assert [call[3] for call in driver.connector.calls if call[0] == "alloc"] == [48, 48, 0]
+
+
 def test_failed_load_ends_the_request_under_policy_fail():
     driver = make_driver(policy="fail")
     request = make_request("a", prompt_of(0, 60))

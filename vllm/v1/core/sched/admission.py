@@ -16,6 +16,9 @@ from vllm.v1.core.sched.step_plan import StepPlan
 from vllm.v1.engine import RequestFailure
 from vllm.v1.request import Request, RequestStatus
 
+#: of a request: after these its connector is not asked for its state any more
+MOST_FAILED_LOADS = 2
+
 logger = init_logger(__name__)
 
 
@@ -191,7 +194,7 @@ class SchedulerAdmission(SchedulerResults):
             if cache.is_coming(request, num_local):
                 return None
         num_external, load_async = 0, False
-        if self.connector is not None:
+        if self.connector is not None and request.num_failed_loads < MOST_FAILED_LOADS:
             found, load_async = self.connector.get_num_new_matched_tokens(request, num_local)
             if found is None:
                 return None

@@ -298,6 +298,7 @@ class SchedulerResults(SchedulerState):
             loading = request.request_id in self.transfer.loading
             start = self.transfer.load_start(request.request_id) if loading else 0
             self.caches[request.placement].forget_after(request, max(valid, start))
+            request.num_failed_loads += 1
             # Finished ones too: what they computed is cached when their blocks are freed.
             request.num_computed_tokens = valid
             request.quiet_until = 0
