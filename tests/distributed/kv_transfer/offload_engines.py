@@ -98,6 +98,11 @@ def drain(llm: LLM) -> None:
         llm.llm_engine.step()
 
 
+def await_deletes(llm: LLM) -> None:
+    """Files that are forgotten go by a thread that nobody waits for."""
+    worker_connector_of(llm)._moves._writer.submit(int).result()
+
+
 def metric(llm: LLM, name: str) -> float:
     """What `/metrics` would show for `vllm:kv_offload_<name>`."""
     full = f"vllm:kv_offload_{name}"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.distributed.kv_transfer.offload_engines import (
+    await_deletes,
     connector_of,
     core_of,
     drain,
@@ -183,6 +184,7 @@ def test_a_restart_finds_nothing_of_changed_weights(
         assert forget(llm)
         assert tokens(run(llm, PROMPT)) == expected[1]
         drain(llm)
+        await_deletes(llm)
         new = set(tmp_path.glob("*/r0/*/*.bin"))
         assert new and not new & old
         evict_device(llm)
@@ -190,6 +192,7 @@ def test_a_restart_finds_nothing_of_changed_weights(
         assert tokens(found) == expected[1] and found[0].num_cached_tokens
         assert forget(llm)
         drain(llm)
+        await_deletes(llm)
         assert not set(tmp_path.glob("*/r0/*/*.bin"))
         assert tokens(run(llm, PROMPT)) == expected[1]
         drain(llm)
