@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -188,6 +189,26 @@ def test_how_a_process_ends_is_known() -> None:
         # Nobody is left to be waited for, and a second signal meets nobody else.
         assert not any(psutil.pid_exists(one.pid) for one in (left, killed, terminated))
         killed.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_a_process_has_begun_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """What the fork server ignores, its processes do not, from the first moment."""
+    run = module._run
+
+    def late(*args: Any) -> None:
+        time.sleep(0.3)
+        run(*args)
+
+    monkeypatch.setattr(module, "_run", late)
+    with fork_server(()):
+        process = begin(sleep)
+        os.kill(process.pid, number)
+        process.join(20)
+        assert process.exitcode is not None
+        assert number is signal.SIGINT or process.exitcode == -number
 
 
 def test_many_at_once() -> None:

@@ -29,6 +29,8 @@ from vllm.utils.start_method import reason_not_to_fork, start_method
 
 #: files that can travel with a request
 _MOST_FILES = 16
+#: what tells a process to stop: the fork server ignores it, what it forks does not
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 #: exit code of a process whose end nobody knows, because the fork server is gone
 _EXIT_UNKNOWN = 255
 
@@ -209,7 +211,7 @@ def start(
 def _serve(requests: socket.socket, modules: Sequence[str], foreign: Sequence[Closable]) -> None:
     """The fork server: until nobody can ask any more."""
     # It outlives what it has forked, also when all processes of a group are told to stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _STOPS:
         signal.signal(number, signal.SIG_IGN)
     for file in foreign:
         file.close()
@@ -248,7 +250,10 @@ def _fork(
         process = multiprocessing.get_context("fork").Process(
             target=_run, args=(status, files[1:], foreign)
         )
+        # A signal that comes before the process heeds it waits until then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
         running[process.sentinel] = (process, status)
         _tell(status, process.pid)
     for file in files[1:]:
@@ -264,6 +269,7 @@ def _run(status: Connection, files: list[int], foreign: Sequence[Closable]) -> N
     """In the new process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     for file in foreign:
         file.close()
     try:

@@ -196,5 +196,5 @@ def test_registered_publishers_get_the_settings(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("name", ["buffer_steps", "hwm", "max_queue_size"])
 def test_bad_sizes(name: str) -> None:
-    with pytest.raises(VLLMValidationError, match=f"{name} .*input should be greater"):
+    with pytest.raises(VLLMValidationError, match=f"{name}: input should be greater"):
         KVEventsConfig(**{name: -1})
