@@ -118,7 +118,7 @@ def check_file(path: Path, progress: Progress = _quiet) -> Report:
     if not targets:
         raise VLLMValidationError(
             f"{path} defines neither modules with a forward() nor functions of tensors; "
-            "methods that a module elsewhere calls are checked with that: give its file, or a model",
+            "methods that a module elsewhere calls are checked with it: give its file, or a model",
             "graph-check",
         )
     for target in [targets[name]] if name else targets.values():
