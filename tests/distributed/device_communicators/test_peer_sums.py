@@ -161,9 +161,11 @@ def test_only_two_ranks_push(meet: Any) -> None:
 def test_else_all_ranks_use_nccl(
     meet: Any, others: list[dict[str, Any]], settings: dict[str, Any], why: str
 ) -> None:
-    found, host = meet(*others, **settings)
+    found, host = meet(*others, largest=LargestSum(8192, 5120, 2), **settings)
     assert found is None
     assert chosen()[0] == "NCCL" and why in chosen()[1]
+    assert chosen("large products")[0] == "NCCL"
+    assert len(others) > 1 or why in chosen("large products")[1]
     assert all(memory.is_closed for memory in host.memories)
 
 

@@ -122,10 +122,8 @@ def connect_peers(
     """Map the inboxes of the group's `ranks` processes, of which this is `rank`; None where they
     cannot all reach each other, as the decision says. `largest`: of products whose sums may be
     pushed. A collective call, before any capture."""
-    if largest is not None and _obstacle_to_pushes(largest, ranks):
-        decisions.record(
-            _WHAT_IS_PUSHED, "NCCL", _obstacle_to_pushes(largest, ranks), "copy engines"
-        )
+    if largest is not None and (why := _obstacle_to_pushes(largest, ranks)):
+        decisions.record(_WHAT_IS_PUSHED, "NCCL", why, "copy engines")
         largest = None
     push_bytes = 0 if largest is None else largest.push_bytes
     memory, obstacle = _own_memory(rank, ranks, device, timeout_s, push_bytes)
@@ -148,6 +146,8 @@ def connect_peers(
     if memory is not None:
         memory.close()
     decisions.record(_WHAT, "NCCL", found, "peer memory")
+    if largest is not None:
+        decisions.record(_WHAT_IS_PUSHED, "NCCL", found, "copy engines")
     return None
 
 
