@@ -139,6 +139,8 @@ def test_launches_overlap_in_graphs_only(
         (9, N, BF16, "narrow"),
         (16, N, BF16, "narrow"),
         (16, N + 4, BF16, "skinny"),
+        (16, N // 2, BF16, "skinny"),
+        (17, N // 2, BF16, "narrow"),
         (16, N, torch.half, "skinny"),
         (17, N + 4, BF16, "torch"),
     ],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.linear.skinny import ALIGNMENT, NORM_TOKENS, can_add
+from vllm.kernels.linear.skinny import MAX_TOKENS as SKINNY_TOKENS
 from vllm.kernels.registry import Implementation
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.utils.math_utils import cdiv
@@ -32,8 +33,8 @@ LEAST_ROWS = 72
 ROWS_OF_MANY = 128
 #: CTAs that may share out a tile's columns
 SPLITS = (1, 2, 4, 8)
-#: of a weight, and of one that has at most a row for every two columns, as routers have: cuBLAS
-#: shares out few tiles with long sums
+#: of a weight, and beyond the skinny matmul's tokens of one that has at most a row for every two
+#: columns, as routers have: cuBLAS shares out few tiles with long sums
 LEAST_ELEMENTS, LEAST_OF_FEW_ROWS = 1 << 23, 1 << 18
 KB = 1024
 
@@ -116,11 +117,12 @@ def narrow_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None, overlap:
 def is_narrow(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> bool:
     """Whether the kernel takes `x [tokens, k]`, `weight [n, k]` and `bias [n]`, and is faster."""
     n, k = weight.shape
+    has_few_rows = 2 * n <= k and len(x) > SKINNY_TOKENS
     return (
         x.dim() == 2
         and MIN_TOKENS <= len(x) <= MAX_TOKENS
         and x.dtype == weight.dtype == torch.bfloat16
-        and n * k >= (LEAST_OF_FEW_ROWS if 2 * n <= k else LEAST_ELEMENTS)
+        and n * k >= (LEAST_OF_FEW_ROWS if has_few_rows else LEAST_ELEMENTS)
         and n % (2 * GROUP if gated else GROUP) == 0
         and k % ALIGNMENT == 0
         and weight.is_contiguous()
