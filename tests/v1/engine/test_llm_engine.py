@@ -23,6 +23,7 @@ from tests.v1.engine.fakes import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import client_link
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -227,6 +228,33 @@ def test_terminate_signal_ends_the_core_cleanly():
     assert process.exitcode == 0
     with pytest.raises(EngineDeadError):
         engine.engine_core.call_utility("reset_prefix_cache")
+    engine.shutdown()
+
+
+def test_what_a_core_said_last_is_its_cause_of_death(monkeypatch):
+    """Even if the end of its process is seen first, as it may be on a busy machine."""
+
+    class LatePoller(zmq.Poller):
+        """What arrives is seen once the process has ended, and not at the first look."""
+
+        looked_again = False
+
+        def poll(self, timeout=None):
+            found = dict(super().poll(timeout))
+            if any(isinstance(one, zmq.Socket) for one in found):
+                time.sleep(1.0)
+                found = dict(super().poll(0))
+            others = {one: event for one, event in found.items() if not isinstance(one, zmq.Socket)}
+            if others and not self.looked_again:
+                self.looked_again = True
+                return list(others.items())
+            return list(found.items())
+
+    monkeypatch.setattr(client_link.zmq, "Poller", LatePoller)
+    engine = make_engine(True, additional_config={"fail_at_step": 1})
+    engine.add_request("r", prompt_of(0, 8), SamplingParams(max_tokens=4))
+    with pytest.raises(EngineDeadError, match="injected step failure"):
+        run(engine)
     engine.shutdown()
 
 

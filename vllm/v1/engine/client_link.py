@@ -36,6 +36,8 @@ Sink = Callable[[EngineCoreOutputs | EngineDeadError], None]
 #: how long a core may take to end cleanly
 SHUTDOWN_S = 15.0
 _PEER_POLL_MS = 20
+#: for what a core said before its process ended, which may arrive later than the end is seen
+_LAST_WORDS_MS = 500
 
 
 def client_addresses(directory: str, client_index: int) -> CoreAddresses:
@@ -185,7 +187,8 @@ class ClientLink(ABC):
                     # Whoever closes waits for the process, and only one thread can.
                     poller.unregister(self.core.process.sentinel)
                 elif (cause := self._core_ended()) is not None:
-                    return self._die(cause)
+                    if not self._outputs.poll(_LAST_WORDS_MS):
+                        return self._die(cause)
         except Exception as error:
             logger.exception("reading the engine core's outputs failed")
             self._die(f"its outputs cannot be read: {error}")
