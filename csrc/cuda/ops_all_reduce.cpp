@@ -6,14 +6,40 @@
 #include <stdexcept>
 #include <tuple>
 
-#include "peers.h"
-#include "stable.h"
+#include "peer_tensors.h"
 
 namespace vllm_cuda {
 
 PeerGroup& peers_at(int64_t address) {
   if (address == 0) throw std::runtime_error("vllm_cuda: a group of peers that has been destroyed");
   return *reinterpret_cast<PeerGroup*>(address);
+}
+
+const PeerGroup& open_peers_at(int64_t address) {
+  const PeerGroup& group = peers_at(address);
+  for (int rank = 0; rank < group.peers.ranks; ++rank) {
+    if (group.peers.inboxes[rank] == nullptr) {
+      throw std::runtime_error("vllm_cuda: a sum before all peers are open");
+    }
+  }
+  return group;
+}
+
+SumType sum_type(const char* name, const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return SumType::kFloat;
+    case ScalarType::Half:
+      return SumType::kHalf;
+    case ScalarType::BFloat16:
+      return SumType::kBfloat16;
+    default:
+      reject(name, x, "be float32, float16 or bfloat16");
+  }
+}
+
+int64_t bytes_of(const Tensor& x, SumType type) {
+  return x.numel() * (type == SumType::kFloat ? 4 : 2);
 }
 
 namespace {
@@ -73,19 +99,6 @@ void peers_destroy(int64_t address) {
   throw_if("giving back the memory of peers", destroy_peers(*group));
 }
 
-SumType type_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return SumType::kFloat;
-    case ScalarType::Half:
-      return SumType::kHalf;
-    case ScalarType::BFloat16:
-      return SumType::kBfloat16;
-    default:
-      reject("x", x, "be float32, float16 or bfloat16");
-  }
-}
-
 void check_message(const char* name, const Tensor& x, const Tensor& like) {
   if (!x.is_cuda() || x.dim() != 2 || !x.is_contiguous() || !aligned(x) ||
       x.scalar_type() != like.scalar_type() || x.size(0) != like.size(0) ||
@@ -95,18 +108,13 @@ void check_message(const char* name, const Tensor& x, const Tensor& like) {
 }
 
 void run(SumArgs args, const Tensor& x, int64_t address, bool overlap) {
-  const PeerGroup& group = peers_at(address);
-  const SumType type = type_of(x);
-  const int64_t bytes = x.numel() * (type == SumType::kFloat ? 4 : 2);
+  const PeerGroup& group = open_peers_at(address);
+  const SumType type = sum_type("x", x);
+  const int64_t bytes = bytes_of(x, type);
   if (bytes % 16 != 0 || bytes > group.peers.capacity || x.get_device_index() != group.device) {
     reject("x", x, "be of the peers' device and a multiple of 16 bytes within their capacity");
   }
   if (bytes == 0) return;
-  for (int rank = 0; rank < group.peers.ranks; ++rank) {
-    if (group.peers.inboxes[rank] == nullptr) {
-      throw std::runtime_error("vllm_cuda: a sum before all peers are open");
-    }
-  }
   args.x = x.data_ptr();
   args.rows = x.size(0);
   args.columns = x.size(1);

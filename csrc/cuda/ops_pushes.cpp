@@ -2,24 +2,14 @@
 // torch.ops.vllm_cuda: the steps of large sums of two ranks. See pushes.h.
 #include <stdexcept>
 
+#include "peer_tensors.h"
 #include "pushes.h"
-#include "stable.h"
 
 namespace vllm_cuda {
 
 namespace {
 
 using torch::stable::accelerator::DeviceGuard;
-
-const Peers& open_peers(int64_t address) {
-  const Peers& peers = peers_at(address).peers;
-  for (int rank = 0; rank < peers.ranks; ++rank) {
-    if (peers.inboxes[rank] == nullptr) {
-      throw std::runtime_error("vllm_cuda: a sum before all peers are open");
-    }
-  }
-  return peers;
-}
 
 void check_run(const Peers& peers, int64_t offset, int64_t bytes) {
   if (offset < 0 || bytes < 0 || offset % 16 != 0 || offset + bytes > peers.push_bytes) {
@@ -31,26 +21,14 @@ void check_flag(int64_t flag) {
   if (flag < 0 || flag >= kPushFlags) throw std::runtime_error("vllm_cuda: peers have no such flag");
 }
 
-int64_t bytes_of(const Tensor& rows) {
-  return rows.numel() * (rows.scalar_type() == ScalarType::Float ? 4 : 2);
-}
-
 SumType check_rows(const char* name, const Tensor& rows, int64_t device) {
   if (!rows.is_cuda() || !rows.is_contiguous() || !aligned(rows) ||
       rows.get_device_index() != device) {
     reject(name, rows, "be dense, 16-byte aligned and on the peers' device");
   }
-  if (bytes_of(rows) % 16 != 0) reject(name, rows, "be a multiple of 16 bytes");
-  switch (rows.scalar_type()) {
-    case ScalarType::Float:
-      return SumType::kFloat;
-    case ScalarType::Half:
-      return SumType::kHalf;
-    case ScalarType::BFloat16:
-      return SumType::kBfloat16;
-    default:
-      reject(name, rows, "be float32, float16 or bfloat16");
-  }
+  const SumType type = sum_type(name, rows);
+  if (bytes_of(rows, type) % 16 != 0) reject(name, rows, "be a multiple of 16 bytes");
+  return type;
 }
 
 int64_t peers_address(int64_t address) {
@@ -59,34 +37,33 @@ int64_t peers_address(int64_t address) {
 }
 
 void peers_push(const Tensor& rows, int64_t address, int64_t receiver, int64_t offset) {
-  const Peers& peers = open_peers(address);
-  check_rows("rows", rows, peers_at(address).device);
-  check_run(peers, offset, bytes_of(rows));
-  if (receiver < 0 || receiver >= peers.ranks || receiver == peers.rank) {
+  const PeerGroup& group = open_peers_at(address);
+  const int64_t bytes = bytes_of(rows, check_rows("rows", rows, group.device));
+  check_run(group.peers, offset, bytes);
+  if (receiver < 0 || receiver >= group.peers.ranks || receiver == group.peers.rank) {
     throw std::runtime_error("vllm_cuda: rows are pushed to another rank of the group");
   }
-  const int device = peers_at(address).device;
-  const DeviceGuard guard(device);
-  throw_if("a push", push_rows(peers, static_cast<int>(receiver), offset, rows.data_ptr(),
-                               bytes_of(rows), current_stream(device)));
+  const DeviceGuard guard(group.device);
+  throw_if("a push", push_rows(group.peers, static_cast<int>(receiver), offset, rows.data_ptr(),
+                               bytes, current_stream(group.device)));
 }
 
 void peers_signal(int64_t address, int64_t flag, int64_t value) {
-  const Peers& peers = open_peers(address);
+  const PeerGroup& group = open_peers_at(address);
   check_flag(flag);
-  const int device = peers_at(address).device;
-  const DeviceGuard guard(device);
-  throw_if("a flag", signal_peers(peers, static_cast<int>(flag), static_cast<uint32_t>(value),
-                                  current_stream(device)));
+  const DeviceGuard guard(group.device);
+  throw_if("a flag",
+           signal_peers(group.peers, static_cast<int>(flag), static_cast<uint32_t>(value),
+                        current_stream(group.device)));
 }
 
 void peers_await(int64_t address, int64_t flag, int64_t value) {
-  const Peers& peers = open_peers(address);
+  const PeerGroup& group = open_peers_at(address);
   check_flag(flag);
-  const int device = peers_at(address).device;
-  const DeviceGuard guard(device);
-  throw_if("a wait for peers", await_peers(peers, static_cast<int>(flag),
-                                           static_cast<uint32_t>(value), current_stream(device)));
+  const DeviceGuard guard(group.device);
+  throw_if("a wait for peers",
+           await_peers(group.peers, static_cast<int>(flag), static_cast<uint32_t>(value),
+                       current_stream(group.device)));
 }
 
 void pair_norm(const Tensor& own, const Tensor& other, const Tensor& residual,

@@ -53,6 +53,8 @@ enum class SumType { kFloat, kHalf, kBfloat16 };
 
 // The group at an address; throws std::runtime_error for one that has been destroyed.
 PeerGroup& peers_at(int64_t address);
+// The same, all of whose inboxes can be written to; throws std::runtime_error before.
+const PeerGroup& open_peers_at(int64_t address);
 
 // These return what went wrong, or null.
 const char* create_peers(PeerGroup& group, int64_t capacity, int64_t push_bytes,
