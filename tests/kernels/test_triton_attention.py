@@ -6,9 +6,20 @@ import torch
 
 from tests.kernels.cases import TOLERANCE, attention_case, check, over_dtypes
 from vllm.kernels.attention import AttentionProblem, QueryRows, triton_decode
-from vllm.kernels.attention.triton_decode import SPLIT_KEYS, arrivals, decode_tile, num_splits
+from vllm.kernels.attention.triton_decode import (
+    SHARED_NUMBERS,
+    SPLIT_KEYS,
+    TURN_KEYS,
+    TURN_SPLITS,
+    arrivals,
+    decode_tile,
+    idle_part,
+    num_splits,
+    shares_of,
+)
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.configs import pick, shipped
+from vllm.utils.math_utils import cdiv
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +132,50 @@ def test_split_counts_are_one_wave_and_stay_bounded():
     assert num_splits(8, 4, 16384, 132) == 4
     assert num_splits(512, 4, 262144, 132) == 1
     assert num_splits(1, 4, SPLIT_KEYS + 1, 132) == 2
+
+
+def shares(num_seqs, heads=(32, 8, 128), length=12000, query=1, dtype=torch.bfloat16):
+    query_heads, kv_heads, dim = heads
+    tokens = num_seqs * query
+    cache = torch.empty(8, 2, 16, kv_heads, dim, dtype=dtype, device="meta")
+    rows = torch.empty(tokens, query_heads, dim, dtype=dtype, device="meta")
+    lengths = torch.empty(num_seqs, dtype=torch.int32, device="meta")
+    problem = AttentionProblem(
+        rows, cache, lengths, lengths, lengths, query, length, 1.0, None, torch.empty_like(rows)
+    )
+    return shares_of(problem, shipped("NVIDIA H200"))
+
+
+@pytest.mark.parametrize("num_seqs", [9, 12, 17, 24, 34, 48, 68])
+def test_keys_are_split_where_the_last_turn_leaves_much_of_the_chip_idle(num_seqs):
+    found = shares(num_seqs)
+    assert (found.splits, found.keys) == (TURN_SPLITS, TURN_KEYS)
+    assert found.tile == shipped("NVIDIA H200").attention_decode_many[128]
+
+
+@pytest.mark.parametrize("num_seqs", [16, 32, 64, 128, 129, 256])
+def test_keys_are_whole_where_turns_are_full_or_joins_too_many(num_seqs):
+    found = shares(num_seqs)
+    assert found.splits == 1
+    assert found.tile == decode_tile(shipped("NVIDIA H200"), num_seqs, 8, 128)
+
+
+def test_few_programs_share_the_chip_once():
+    assert (shares(8).splits, shares(8).keys) == (2, SPLIT_KEYS)
+
+
+def test_shares_that_take_turns_are_no_more_than_keys_and_memory_allow():
+    assert shares(17, length=600).splits == cdiv(600, TURN_KEYS)
+    assert shares(17, length=TURN_KEYS).splits == 1
+    wide = (128, 8, 128)
+    assert shares(17, heads=wide, query=16).splits == SHARED_NUMBERS // (17 * 16 * 128 * 128)
+    assert shares(17, dtype=torch.float32).splits == 1
+
+
+def test_idle_parts_of_turns():
+    assert idle_part(66, 132) == 0.5
+    assert idle_part(264, 132) == 0
+    assert idle_part(272, 132) == pytest.approx(1 - 272 / 528)
 
 
 def test_tiles_follow_from_the_programs_per_multiprocessor():

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from vllm.kernels.activation.triton import gated
 from vllm.kernels.attention import SHORT_ROWS, AttentionProblem
-from vllm.kernels.attention.triton_decode import decode_attention, decode_tile, num_splits
+from vllm.kernels.attention.triton_decode import decode_attention, shares_of
 from vllm.kernels.attention.triton_tile import (
     LOG2_E,
     TOKENS,
@@ -152,13 +152,7 @@ def paged_attention(p: AttentionProblem) -> None:
     configs = device_configs(p.query.device)
     wide = p.query.element_size() > 2
     if p.max_query_len * p.group <= SHORT_ROWS:
-        tile = (
-            pick(configs.attention_decode_fp32, p.head_dim)
-            if wide
-            else decode_tile(configs, p.num_seqs, p.num_kv_heads, p.head_dim)
-        )
-        splits = num_splits(p.num_seqs, p.num_kv_heads, p.max_seq_len, configs.multiprocessors)
-        decode_attention(p, splits, tile)
+        decode_attention(p, shares_of(p, configs))
         return
     tile = pick(configs.attention_prefill_fp32 if wide else configs.attention_prefill, p.head_dim)
     block_m = max(tile.rows, next_power_of_2(p.group))

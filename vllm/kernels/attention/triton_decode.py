@@ -9,8 +9,10 @@ loaded once per group.
 
 The grid follows from host integers, so a captured graph stays valid for any length up to its
 bound. How many of its splits a sequence uses follows on the device from that sequence's length
-alone: about `SPLIT_KEYS` keys each or more, and the programs beyond the last one leave at once.
+alone: so many keys each or more, and the programs beyond the last one leave at once.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -34,7 +36,14 @@ from vllm.kernels.triton.launcher import Launcher
 from vllm.kernels.triton.tile_files import Configs, Tile, pick
 from vllm.utils.math_utils import cdiv, next_power_of_2
 
+#: keys that are worth a share of a chip that has room for all shares at once
 SPLIT_KEYS = 64
+#: the same, and the most shares, where programs take turns
+TURN_KEYS, TURN_SPLITS = 256, 8
+#: part of the programs' turns in which the chip is idle, above which keys are split further
+MOST_IDLE = 1 / 4
+#: numbers that shares on their way to be joined may take
+SHARED_NUMBERS = 16 * 2**20
 #: numbers that a thread holds of the shares it joins
 JOINED_PER_THREAD = 64
 #: programs whose shares may be joined at once: more than the multiprocessors of any GPU
@@ -82,6 +91,21 @@ def _joined(
         acc = acc * fade[:, None] + tl.sum(part * weight[:, :, None], axis=1)
         peak = new_peak
     return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _write(
+    acc, inside, place, head, out_ptr, gate_ptr, stride_out_token, stride_out_head,
+    stride_gate_token, stride_gate_head, GATED: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows of the output, those `inside`."""
+    d = tl.arange(0, BLOCK_D)
+    acc = acc.to(out_ptr.dtype.element_ty)
+    if GATED:
+        row = gate_ptr + place * stride_gate_token + head * stride_gate_head
+        acc = gated(acc, tl.load(row[:, None] + d[None, :], mask=inside, other=0.0))
+    row = out_ptr + place * stride_out_token + head * stride_out_head
+    tl.store(row[:, None] + d[None, :], acc, mask=inside)
 
 
 @triton.jit(do_not_specialize=["splits", "split_keys", "stride_table"])
@@ -180,8 +204,15 @@ def _decode_kernel(
         peak, total, acc = fold(score, v, new_peak, peak, total, acc, True)
 
     acc = acc * (v_scale / tl.where(total > 0, total, 1.0))[:, None]
+    place = (q_start + token).to(tl.int64)
     if SPLIT:
-        part = ((q_start + token).to(tl.int64) * HEADS + head) * splits + split
+        if used == 1:
+            _write(
+                acc, inside, place, head, out_ptr, gate_ptr, stride_out_token, stride_out_head,
+                stride_gate_token, stride_gate_head, GATED, BLOCK_D,
+            )  # fmt: skip
+            return
+        part = (place * HEADS + head) * splits + split
         tl.store(lse_ptr + part, peak + tl.math.log2(total), mask=valid)
         tl.store(part_ptr + part[:, None] * HEAD_DIM + d[None, :], acc, mask=inside)
         # The atomic is one thread's; the barrier puts every thread's stores before its release.
@@ -195,18 +226,13 @@ def _decode_kernel(
         head = kv_head * GROUP + r % GROUP
         valid = token < query_len
         inside = valid[:, None] & (d < HEAD_DIM)[None, :]
-    place = (q_start + token).to(tl.int64)
-    if GATED:
-        row = gate_ptr + place * stride_gate_token + head * stride_gate_head
-        gate = tl.load(row[:, None] + d[None, :], mask=inside, other=0.0)
-    if SPLIT:
+        place = (q_start + token).to(tl.int64)
         base = (place * HEADS + head) * splits
         acc = _joined(part_ptr, lse_ptr, base, valid, used, HEAD_DIM, BLOCK_R, BLOCK_S, BLOCK_D)
-    acc = acc.to(out_ptr.dtype.element_ty)
-    if GATED:
-        acc = gated(acc, gate)
-    row = out_ptr + place * stride_out_token + head * stride_out_head
-    tl.store(row[:, None] + d[None, :], acc, mask=inside)
+    _write(
+        acc, inside, place, head, out_ptr, gate_ptr, stride_out_token, stride_out_head,
+        stride_gate_token, stride_gate_head, GATED, BLOCK_D,
+    )  # fmt: skip
 
 
 _decode = Launcher(_decode_kernel)
@@ -238,17 +264,54 @@ def decode_tile(configs: Configs, num_seqs: int, num_kv_heads: int, head_dim: in
     return pick(configs.attention_decode_many, head_dim)
 
 
+@dataclass(frozen=True)
+class Shares:
+    """`splits`: the most shares of a sequence; `keys` that are worth one; the `tile` of each."""
+
+    splits: int
+    keys: int
+    tile: Tile
+
+
+def shares_of(p: AttentionProblem, configs: Configs) -> Shares:
+    """How the keys of `p` are divided.
+
+    Where one program for each sequence and kv head would leave much of the chip idle, in its only
+    turn or in the last of several, there are more and smaller ones, which even that out: measured
+    with 16-bit activations only. From host integers alone, as `num_splits`.
+    """
+    chip, programs = configs.multiprocessors, p.num_seqs * p.num_kv_heads
+    splits = num_splits(p.num_seqs, p.num_kv_heads, p.max_seq_len, chip)
+    if p.query.element_size() > 2:
+        return Shares(splits, SPLIT_KEYS, pick(configs.attention_decode_fp32, p.head_dim))
+    if splits == 1 and programs <= MAX_JOINS and idle_part(programs, chip) > MOST_IDLE:
+        room = SHARED_NUMBERS // p.query.numel()
+        splits = max(1, min(TURN_SPLITS, room, cdiv(p.max_seq_len, TURN_KEYS)))
+        if splits > 1:
+            return Shares(splits, TURN_KEYS, pick(configs.attention_decode_many, p.head_dim))
+    tile = decode_tile(configs, p.num_seqs, p.num_kv_heads, p.head_dim)
+    return Shares(splits, SPLIT_KEYS, tile)
+
+
+def idle_part(programs: int, chip: int) -> float:
+    """Of the time that `programs` take, the part of the chip that is idle: one of large tiles has
+    a multiprocessor to itself, two of smaller ones share one."""
+    at_once = chip if programs <= chip else 2 * chip
+    return 1 - programs / (cdiv(programs, at_once) * at_once)
+
+
 def _shares_at_once(rows: int, columns: int, num_warps: int) -> int:
     """A power of two of shares, all of whose rows are joined in registers."""
     return max(1, min(32, JOINED_PER_THREAD * 32 * num_warps // (rows * columns)))
 
 
-def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
-    """`paged_attention` of queries whose group's rows fit one tile, keys in `splits`.
+def decode_attention(p: AttentionProblem, shares: Shares) -> None:
+    """`paged_attention` of queries whose group's rows fit one tile.
 
     Raises:
         ValueError: more than `MAX_JOINS` sequences times kv heads have their keys split.
     """
+    splits, tile = shares.splits, shares.tile
     block_d = next_power_of_2(p.head_dim)
     block_m = max(tile.rows, next_power_of_2(p.max_query_len * p.group))
     block_r = next_power_of_2(p.group) if p.max_query_len == 1 and splits > 1 else block_m
@@ -274,7 +337,7 @@ def decode_attention(p: AttentionProblem, splits: int, tile: Tile) -> None:
         lse,
         arrived,
         splits,
-        SPLIT_KEYS,
+        shares.keys,
         p.scale * p.k_scale * LOG2_E,
         p.v_scale,
         *strides_of(p),
