@@ -89,6 +89,28 @@ def _served(serve: dict[str, Any]) -> list[tuple[str, str, str, list[float], boo
     ]  # fmt: skip
 
 
+#: name of the dimensions, the measurement, the peer's version and its figures
+_OTHER_DIMENSIONS = (
+    ("Qwen3.5-9B", "h200_9b.json", "0.26.0", (5.43, 1288, 13256, 39026, 31.8, 10.87)),
+    ("Qwen3-8B", "h200_8b.json", "0.33.0", (5.41, 1414, 16998, 40936, 27.65, 12.10)),
+)
+
+
+def other_dimensions() -> str:
+    """The same workloads on two other models' dimensions, each beside its peer."""
+    rows = ["| workload, bf16, one H200 |", "|---|"]
+    for column, (model, file, version, peers) in enumerate(_OTHER_DIMENSIONS):
+        rows[0] += f" {model} | vLLM {version} | ratio |"
+        rows[1] += "---|---|---|"
+        for i, (_, what, unit, values, higher) in enumerate(_served(load(file))):
+            row = compared(what, unit, values[-1], peers[i], higher)
+            if column == 0:
+                rows.append(row)
+            else:
+                rows[2 + i] += row.removeprefix(f"| {what} |")
+    return "\n".join(rows)
+
+
 def fp8() -> str:
     """The same workloads with `quantization="fp8"`, and with `kv_cache_dtype="fp8"`, beside
     bf16."""

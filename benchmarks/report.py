@@ -220,6 +220,7 @@ def prefix_cache_live_rows(data: dict[str, Any]) -> str:
 
 TABLES = {
     "gpu": gpu_tables.workloads,
+    "dimensions": gpu_tables.other_dimensions,
     "fp8": gpu_tables.fp8,
     "starts": gpu_tables.starts,
     "process_starts": lambda: process_starts.rows(load("process_starts.json")),

@@ -79,3 +79,11 @@ def test_cpu_rows_name_their_instruction_set() -> None:
     assert first == "| decode step, batch 8, bfloat16, AVX-512 BF16 | 2.00 ms | 6.00 ms | 3.00 × |"
     assert "prefill of 2,048 tokens, bfloat16, AVX-512 BF16" in second and "1.50 ×" in second
     assert "float32, AVX2" in third and "float32, AVX2" in fourth
+
+
+def test_each_other_model_is_beside_its_peer() -> None:
+    header, _, first, *_, last = gpu_tables.other_dimensions().splitlines()
+    assert header.count("vLLM") == 2
+    assert first.count("ms") == 4 and "5.43 ms" in first and "5.41 ms" in first
+    assert "| 10.87 s |" in last and "| 12.10 s |" in last
+    assert {line.count("|") for line in gpu_tables.other_dimensions().splitlines()} == {8}
