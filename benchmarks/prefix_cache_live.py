@@ -4,6 +4,9 @@
     python -m benchmarks.prefix_cache_live [--memory-mb 64] [--concurrency 2] ...
     python -m benchmarks.prefix_cache_live --model benchmarks/qwen3_5_4b --load-format dummy \\
         --hf-overrides {} --scale 1 --memory-mb 20000,40000 --concurrency 16   # on a GPU
+    python -m benchmarks.prefix_cache_live --conversations 10 --memory-mb 300 --no-write \\
+        --speculative-config '{"method": "eagle3", "num_speculative_tokens": 5,
+                               "model": "examples/models/tiny-qwen3_5-code-eagle3"}'
 
 Replays `agent_trace.py` with lengths scaled by `--scale` (a quarter: the state of the small model
 weighs as much as 400 tokens, that of Qwen3.5-4B as much as 1,600). Answers are sampled by the
@@ -248,7 +251,11 @@ def simulate(
 
 
 def make_engine(
-    args: argparse.Namespace, longest: int, memory_bytes: int, caching: bool
+    args: argparse.Namespace,
+    longest: int,
+    memory_bytes: int,
+    caching: bool,
+    drafter: dict[str, Any] | None = None,
 ) -> LLMEngine:
     """For requests of up to `longest` tokens, in this process, so that its memory can be seen."""
     engine_args = EngineArgs(
@@ -261,16 +268,21 @@ def make_engine(
         enable_prefix_caching=caching,
         kv_cache_memory_bytes=memory_bytes,
         hf_overrides=json.loads(args.hf_overrides),
+        speculative_config=drafter,
     )
     return LLMEngine(engine_args.create_engine_config(UsageContext.LLM_CLASS), multiprocess=False)
 
 
 def replay(
-    args: argparse.Namespace, trace: Sequence[TraceRequest], memory_bytes: int, caching: bool
+    args: argparse.Namespace,
+    trace: Sequence[TraceRequest],
+    memory_bytes: int,
+    caching: bool,
+    drafter: dict[str, Any] | None = None,
 ) -> tuple[LiveRun, list[Policy]]:
     """One live run, and the policies with the bytes of its model."""
     longest = max(len(request.tokens) for request in trace)
-    engine = make_engine(args, longest, memory_bytes, caching)
+    engine = make_engine(args, longest, memory_bytes, caching, drafter)
     known = policies(engine.vllm_config, args.max_num_batched_tokens)
     try:
         return Replay(engine, trace, args.concurrency).run(), known
@@ -298,6 +310,10 @@ def compare(args: argparse.Namespace, config: TraceConfig) -> dict[str, Any]:
                 }
                 for result in results
             }
+        if args.speculative_config is not None:
+            drafter = json.loads(args.speculative_config)
+            drafted, _ = replay(args, trace, size, caching=True, drafter=drafter)
+            run["drafted"] = drafted.as_json() | {"method": drafter["method"]}
         runs.append(run)
     uncached_seconds = None
     if not args.no_uncached:
@@ -321,6 +337,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, default=2, help="Requests at a time.")
     overrides = '{"max_position_embeddings": 16384}'
     parser.add_argument("--hf-overrides", default=overrides, help="Of the model's config.json.")
+    parser.add_argument("--speculative-config", help="A drafter: the trace with it, too (JSON).")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--scale", type=float, default=0.25, help="Of the trace's lengths.")
     parser.add_argument("--conversations", type=int, default=80)
@@ -344,6 +361,13 @@ def main() -> int:
             f"was, checkpoints {run['end_checkpoint_bytes'] / 1e6:.1f} MB at the end; "
             f"{run['seconds']:.1f} s, without cache {data['uncached_seconds'] or 'not timed'}"
         )
+        if (drafted := run.get("drafted")) is not None:
+            share = drafted["found_tokens"] / run["found_tokens"]
+            print(
+                f"  with {drafted['method']}: {drafted['found_tokens']:,} of "
+                f"{drafted['prompt_tokens']:,} found, {share:.2%} of what is without it, "
+                f"lost {drafted['lost_tokens']}; {drafted['seconds']:.1f} s"
+            )
     if not args.no_write:
         DATA.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         GUIDE.write_text(rendered(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.agent_trace import TraceConfig, make_trace
-from benchmarks.prefix_cache_live import DATA, compare, make_parser, parents, scaled
+from benchmarks.prefix_cache_live import DATA, MODEL, compare, make_parser, parents, scaled
 from benchmarks.report import prefix_cache_live_rows
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,16 @@ def data() -> dict[str, Any]:
     """An arena with room for everything, and one that is short of it."""
     args = make_parser().parse_args(["--memory-mb", "60,6", "--concurrency", "2"])
     return compare(args, SMALL)
+
+
+def test_a_drafter_leaves_what_is_found() -> None:
+    drafter = {"method": "eagle3", "model": f"{MODEL}-eagle3", "num_speculative_tokens": 3}
+    words = ["--memory-mb", "60", "--no-uncached", "--speculative-config", json.dumps(drafter)]
+    (run,) = compare(make_parser().parse_args(words), SMALL)["runs"]
+    drafted = run["drafted"]
+    assert drafted["method"] == "eagle3"
+    assert drafted["prompt_tokens"] == run["prompt_tokens"]
+    assert drafted["found_tokens"] >= 0.99 * run["found_tokens"] > 0
 
 
 def test_lengths_are_scaled() -> None:
