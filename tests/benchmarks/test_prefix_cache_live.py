@@ -28,7 +28,8 @@ def data() -> dict[str, Any]:
 def test_a_drafter_leaves_what_is_found() -> None:
     drafter = {"method": "eagle3", "model": f"{MODEL}-eagle3", "num_speculative_tokens": 3}
     words = ["--memory-mb", "60", "--no-uncached", "--speculative-config", json.dumps(drafter)]
-    (run,) = compare(make_parser().parse_args(words), SMALL)["runs"]
+    trace = scaled(TraceConfig(conversations=2, active=2), 0.03)
+    (run,) = compare(make_parser().parse_args(words), trace)["runs"]
     drafted = run["drafted"]
     assert drafted["method"] == "eagle3"
     assert drafted["prompt_tokens"] == run["prompt_tokens"]
