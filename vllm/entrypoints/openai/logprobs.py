@@ -25,18 +25,26 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) and value > _FLOOR else _FLOOR
 
 
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 def token_text(token_id: int, entry: Logprob, as_ids: bool) -> str:
     """The token's text, or `token_id:N` when asked for or when there is no text."""
     if as_ids or entry.decoded_token is None:
-        return f"token_id:{token_id}"
+        return _id_text(token_id)
     return entry.decoded_token
 
 
 def _by_text(position: Position, as_ids: bool) -> dict[str, float]:
-    """Several ids may have one text, such as parts of a character; the first one counts."""
+    """Every token of a position. Several may have one text, such as parts of a character: it is the
+    first one's, which is the actual token if that is among them, and the others are `token_id:N`.
+    """
     texts: dict[str, float] = {}
     for token_id, entry in position.items():
-        texts.setdefault(token_text(token_id, entry, as_ids), _finite(entry.logprob))
+        text = token_text(token_id, entry, as_ids)
+        key = _id_text(token_id) if text in texts else text
+        texts[key] = _finite(entry.logprob)
     return texts
 
 
