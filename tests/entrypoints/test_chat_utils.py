@@ -117,6 +117,14 @@ def test_contents() -> None:
     assert plain["content"] == [{"type": "text", "text": "x"}]
 
 
+def test_keys_of_templates_pass_as_they_are() -> None:
+    message = {"role": "system", "content": "x", "functions": "[1]", "prefix": False, "audio": None}
+    (parsed,) = parse_chat_messages([message])
+    assert parsed == {"role": "system", "content": "x", "functions": "[1]", "prefix": False}
+    (parsed,) = parse_chat_messages([{"role": "assistant", "content": "x", "tool_calls": []}])
+    assert "tool_calls" not in parsed
+
+
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
 def test_reasoning_has_three_names(key: str) -> None:
     (message,) = parse_chat_messages([{"role": "assistant", "content": "x", key: "because"}])
