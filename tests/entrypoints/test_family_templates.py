@@ -125,3 +125,18 @@ async def test_olmo_reads_tools_of_a_message() -> None:
     )
     text, _ = await server_prompt(shape, messages, None, {})
     assert text == expected and '<functions>[{"name": "weather"}]</functions>' in text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", SHAPES)
+async def test_a_developer_speaks_as_the_system(name: str) -> None:
+    """Most templates know no such role and would leave the message out, or refuse it."""
+    hi = {"role": "user", "content": "Hi"}
+    system, developer = [
+        (await server_prompt(SHAPES[name], [{"role": role, "content": "Be brief."}, hi], None, {}))
+        for role in ("system", "developer")
+    ]
+    if name == "harmony":  # has the role
+        assert "<|start|>developer<|message|>Be brief." in developer[0]
+    else:
+        assert system == developer and "Be brief." in system[0]

@@ -88,6 +88,11 @@ def takes_arguments_as_text(chat_template: str) -> bool:
     return any(_reads(part, "arguments", names) for parts in joined for part in parts)
 
 
+def knows_developers(chat_template: str) -> bool:
+    """Whether the template has the role `developer`, a newer name of `system`."""
+    return "developer" in chat_template
+
+
 def _parse(chat_template: str) -> jinja2.nodes.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _GenerationTag]
