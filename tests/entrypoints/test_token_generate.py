@@ -52,7 +52,8 @@ async def test_stream(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
     *chunks, last = events(reply)
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert tokens == byte_ids("Grü")[:3] and len(chunks) == 3
-    assert chunks[0]["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{tokens[0]}"
+    (entry,) = chunks[0]["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{tokens[0]}" and entry["bytes"] is None
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
     assert engine.calls[0].params.output_kind is RequestOutputKind.DELTA
 

@@ -73,11 +73,13 @@ def completion_logprobs(
 def _chat_entry(
     token_id: int, entry: Logprob, as_ids: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    text = token_text(token_id, entry, as_ids)
+    text, known = entry.decoded_token, None
+    if tokenizer is not None and text is not None:
+        known = token_bytes(tokenizer, token_id, text)
     return {
-        "token": text,
+        "token": token_text(token_id, entry, as_ids),
         "logprob": _finite(entry.logprob),
-        "bytes": token_bytes(tokenizer, token_id, text),
+        "bytes": known,
     }
 
 
@@ -91,7 +93,8 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """`{"content": [...]}` with one entry per token [n] and its `num_top` best alternatives.
 
-    `num_top` -1 lists the whole vocabulary. `tokenizer` knows the bytes of incomplete characters.
+    `num_top` -1 lists the whole vocabulary. `tokenizer` knows the bytes of tokens, without it they
+    are null.
     """
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
