@@ -68,6 +68,8 @@ def _parse_message(
     content_format: ContentFormat,
     arguments_as_text: bool,
 ) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _fail(where, f"a message must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _fail(f"{where}.role", "every message needs a role, a non-empty string")
