@@ -27,6 +27,7 @@ async def test_a_rendered_request_generates_what_the_route_would(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
 ) -> None:
     body = {"max_tokens": 4, "seed": 3, "logit_bias": {"5": 1}, "kv_transfer_params": {"a": 1}}
+    body["placement"] = "all-gdn"
     body |= {"messages": HI} if "chat" in path else {"prompt": "hi"}
     rendered = (await client.post(path + "/render", json=body)).json()
     rendered = rendered[0] if isinstance(rendered, list) else rendered
@@ -39,6 +40,7 @@ async def test_a_rendered_request_generates_what_the_route_would(
     first, second = engine.calls
     assert first.prompt["prompt_token_ids"] == second.prompt["prompt_token_ids"]
     assert first.params.logit_bias == second.params.logit_bias == {5: 1.0}
+    assert first.params.placement == second.params.placement == "all-gdn"
     assert second.params.extra_args == first.params.extra_args and second.params.seed == 3
     assert not second.params.detokenize
 
