@@ -136,7 +136,4 @@ async def test_a_developer_speaks_as_the_system(name: str) -> None:
         (await server_prompt(SHAPES[name], [{"role": role, "content": "Be brief."}, hi], None, {}))
         for role in ("system", "developer")
     ]
-    if name == "harmony":  # has the role
-        assert "<|start|>developer<|message|>Be brief." in developer[0]
-    else:
-        assert system == developer and "Be brief." in system[0]
+    assert system == developer and "Be brief." in system[0]
