@@ -205,8 +205,11 @@ _KIMI = (
 )
 
 _OLMO3 = (
-    "<|im_start|>system\nYou call functions.<functions>{{ tools | tojson if tools else '' }}"
-    "</functions><|im_end|>\n{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% if tools %}<|im_start|>system\nYou call functions.<functions>{{ tools | tojson }}"
+    "</functions><|im_end|>\n{% endif %}{% for m in messages %}{% if m['role'] == 'system' %}"
+    "<|im_start|>system\n{{ m['content'] }}{% if m.get('functions', none) is not none %}"
+    "<functions>{{ m['functions'] }}</functions>{% endif %}<|im_end|>\n"
+    "{% elif m['role'] == 'assistant' %}"
     "<|im_start|>assistant\n{% if m.get('content', none) is not none %}{{ m['content'] }}"
     "{% endif %}"
     "{% if m.get('tool_calls', none) is not none %}<function_calls>{% for c in m['tool_calls'] %}"

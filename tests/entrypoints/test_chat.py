@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from tests.entrypoints.conftest import MakeClient
-from tests.entrypoints.fake_engine import FakeAsyncLLM, byte_tokenizer
+from tests.entrypoints.fake_engine import FakeAsyncLLM, byte_ids, byte_tokenizer
 
 pytestmark = pytest.mark.asyncio
 
@@ -93,6 +93,10 @@ async def test_logprobs(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None
     entries = reply["choices"][0]["logprobs"]["content"]
     assert [len(entry["bytes"]) for entry in entries] == [1] * 4
     assert bytes(sum((entry["bytes"] for entry in entries), [])).decode() == "Grü"
+    reply = await chat(client, max_tokens=4, logprobs=True, return_tokens_as_token_ids=True)
+    by_id = reply["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in by_id] == [f"token_id:{i}" for i in byte_ids("Grü")[:4]]
+    assert [entry["bytes"] for entry in by_id] == [entry["bytes"] for entry in entries]
 
 
 async def test_token_ids_at_top_level(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:

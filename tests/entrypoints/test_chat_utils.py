@@ -19,6 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers import hf
 from vllm.renderers.hf import (
     detect_content_format,
+    knows_developers,
     resolve_chat_template,
     takes_arguments_as_text,
 )
@@ -67,9 +68,30 @@ def test_the_form_of_arguments_is_seen_in_the_template(template: str, expected: 
     assert takes_arguments_as_text(template) is expected
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHAT_TEMPLATE, False),
+        ("{% if messages[0].role == 'developer' %}x{% endif %}", True),
+        ("{% if m.role in ['system', 'developer'] %}x{% endif %}", True),
+        ("<|start|>developer{{ 'You are a developer.' }}", False),
+    ],
+)
+def test_roles_are_seen_in_the_template(template: str, expected: bool) -> None:
+    assert knows_developers(template) is expected
+
+
+def test_a_template_with_the_role_gets_it() -> None:
+    template = "{% for m in messages %}{{ 'D' if m.role == 'developer' else 'S' }}{% endfor %}"
+    messages = [{"role": "developer", "content": "x"}]
+    for text, expected in ((template, "D"), (template.replace("developer", "system"), "D")):
+        renderer = ConversationRenderer.make(byte_tokenizer(), text)
+        assert renderer.render(renderer.parse(messages), False) == expected
+
+
 def test_requests_do_not_parse_the_template_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes milliseconds, and every chat request asks."""
-    questions = (detect_content_format, takes_arguments_as_text)
+    questions = (detect_content_format, takes_arguments_as_text, knows_developers)
     template = "{{ messages[0]['content'] }} once"
     answers = [ask(template) for ask in questions]
 
@@ -115,6 +137,14 @@ def test_contents() -> None:
     assert as_parts["content"] == [{"type": "text", "text": t} for t in "abc"]
     (plain,) = parse_chat_messages([{"role": "user", "content": "x"}], "openai")
     assert plain["content"] == [{"type": "text", "text": "x"}]
+
+
+def test_keys_of_templates_pass_as_they_are() -> None:
+    message = {"role": "system", "content": "x", "functions": "[1]", "prefix": False, "audio": None}
+    (parsed,) = parse_chat_messages([message])
+    assert parsed == {"role": "system", "content": "x", "functions": "[1]", "prefix": False}
+    (parsed,) = parse_chat_messages([{"role": "assistant", "content": "x", "tool_calls": []}])
+    assert "tool_calls" not in parsed
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])

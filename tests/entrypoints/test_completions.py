@@ -172,6 +172,15 @@ async def test_logprobs(client: httpx.AsyncClient) -> None:
     }
 
 
+async def test_alternatives_with_one_text_are_all_shown(client: httpx.AsyncClient) -> None:
+    reply = await complete(client, prompt="\u00e9", max_tokens=0, echo=True, logprobs=3)
+    scored = reply["choices"][0]["logprobs"]
+    second = byte_ids("\u00e9")[1]
+    expected = {"\ufffd": -0.5, f"token_id:{second + 1}": -1.5, f"token_id:{second + 2}": -2.5}
+    assert scored["tokens"] == ["\ufffd", "\ufffd"]
+    assert scored["top_logprobs"] == [None, expected]
+
+
 async def test_infinite_logprobs_become_finite(client: httpx.AsyncClient) -> None:
     reply = await complete(client, prompt="hi", max_tokens=1, logprobs=5)
     assert reply["choices"][0]["logprobs"]["top_logprobs"][0]["K"] == -9999.0

@@ -109,3 +109,31 @@ async def test_harmony_has_room_for_one_text_beside_a_call() -> None:
     messages[-2]["content"] = "I look."
     text, _ = await server_prompt(shape, messages, TOOLS, {})
     assert "<|channel|>analysis<|message|>I look.<|end|>" in text and REASONING not in text
+
+
+@pytest.mark.asyncio
+async def test_olmo_reads_tools_of_a_message() -> None:
+    shape = SHAPES["olmo3"]
+    messages = [
+        {"role": "system", "content": "You help.", "functions": '[{"name": "weather"}]'},
+        {"role": "user", "content": "Hi"},
+    ]
+    tokenizer = ScriptedEngine().tokenizer
+    assert tokenizer is not None
+    expected = tokenizer.apply_chat_template(
+        messages, chat_template=shape.template, add_generation_prompt=True, tokenize=False
+    )
+    text, _ = await server_prompt(shape, messages, None, {})
+    assert text == expected and '<functions>[{"name": "weather"}]</functions>' in text
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", SHAPES)
+async def test_a_developer_speaks_as_the_system(name: str) -> None:
+    """Most templates know no such role and would leave the message out, or refuse it."""
+    hi = {"role": "user", "content": "Hi"}
+    system, developer = [
+        (await server_prompt(SHAPES[name], [{"role": role, "content": "Be brief."}, hi], None, {}))
+        for role in ("system", "developer")
+    ]
+    assert system == developer and "Be brief." in system[0]

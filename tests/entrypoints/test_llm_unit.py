@@ -83,6 +83,10 @@ def test_mismatched_lists_and_bad_prompts_leave_no_request_behind(make_llm):
         llm.generate([[1], [2]], SamplingParams(), priority=[1])
     with pytest.raises(VLLMValidationError, match="outside the vocabulary"):
         llm.generate([[1], [VOCAB]], SamplingParams())
+    with pytest.raises(TypeError, match="prompts must be a text.* got b'hi'"):
+        llm.generate(b"hi")
+    with pytest.raises(VLLMValidationError, match="messages.0: a message must be an object, got"):
+        llm.chat("hi")
     with pytest.raises(TypeError, match="prompts must be a text"):
         llm.generate(None, SamplingParams())
     with pytest.raises(TypeError, match="sampling_params must be SamplingParams"):

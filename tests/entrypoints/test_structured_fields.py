@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import httpx
 import pytest
 
 from vllm.entrypoints.openai.protocol.sampling import structured_outputs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
+HI = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -77,3 +80,28 @@ def test_refused(response_format, extra, parameter):
     with pytest.raises(VLLMValidationError) as error:
         structured_outputs(response_format, extra)
     assert error.value.parameter == parameter
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/chat/completions", {"messages": HI}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": HI, "max_tokens": 4}),
+    ],
+)
+async def test_former_names_are_refused_with_the_new_ones(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    """Ignored, the text would be free and the tools unknown to the model."""
+    for name, now in [
+        ("guided_json", "structured_outputs.json"),
+        ("guided_choice", "structured_outputs.choice"),
+        ("functions", "tools"),
+    ]:
+        reply = await client.post(path, json={**body, name: ["a"]})
+        message = reply.json()["error"]["message"]
+        assert reply.status_code == 400 and f"{name} is not supported; use {now}" in message
+        assert (await client.post(path, json={**body, name: None})).status_code == 200

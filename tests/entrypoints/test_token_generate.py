@@ -27,6 +27,7 @@ async def test_a_rendered_request_generates_what_the_route_would(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
 ) -> None:
     body = {"max_tokens": 4, "seed": 3, "logit_bias": {"5": 1}, "kv_transfer_params": {"a": 1}}
+    body["placement"] = "all-gdn"
     body |= {"messages": HI} if "chat" in path else {"prompt": "hi"}
     rendered = (await client.post(path + "/render", json=body)).json()
     rendered = rendered[0] if isinstance(rendered, list) else rendered
@@ -39,6 +40,7 @@ async def test_a_rendered_request_generates_what_the_route_would(
     first, second = engine.calls
     assert first.prompt["prompt_token_ids"] == second.prompt["prompt_token_ids"]
     assert first.params.logit_bias == second.params.logit_bias == {5: 1.0}
+    assert first.params.placement == second.params.placement == "all-gdn"
     assert second.params.extra_args == first.params.extra_args and second.params.seed == 3
     assert not second.params.detokenize
 
@@ -52,7 +54,8 @@ async def test_stream(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
     *chunks, last = events(reply)
     tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
     assert tokens == byte_ids("Grü")[:3] and len(chunks) == 3
-    assert chunks[0]["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{tokens[0]}"
+    (entry,) = chunks[0]["choices"][0]["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{tokens[0]}" and entry["bytes"] is None
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 3
     assert engine.calls[0].params.output_kind is RequestOutputKind.DELTA
 

@@ -11,6 +11,8 @@ from vllm.renderers.hf import ContentFormat, resolve_chat_template
 #: older name, still imported by clients
 resolve_hf_chat_template = resolve_chat_template
 
+#: keys of a message that are checked and given the form of templates; others pass as they are
+_CHECKED_KEYS = ("role", "content", "reasoning", "reasoning_content", "tool_calls")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -40,7 +42,8 @@ def parse_chat_messages(
     arguments_as_text: bool = False,
 ) -> list[dict[str, Any]]:
     """The conversation for a template that takes contents as one string, or as OpenAI parts, and
-    the arguments of calls as an object, or as JSON text.
+    the arguments of calls as an object, or as JSON text. Keys that the API does not know are
+    the template's, as in transformers.
 
     Raises `VLLMValidationError` naming the message for anything malformed or not text.
     """
@@ -65,6 +68,8 @@ def _parse_message(
     content_format: ContentFormat,
     arguments_as_text: bool,
 ) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _fail(where, f"a message must be an object, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise _fail(f"{where}.role", "every message needs a role, a non-empty string")
@@ -73,10 +78,10 @@ def _parse_message(
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if content is None and not tool_calls and not reasoning and role != "assistant":
         raise _fail(f"{where}.content", f"a {role} message needs content")
-    parsed: dict[str, Any] = {
-        "role": role,
-        "content": parse_content(f"{where}.content", content, content_format),
-    }
+    # Templates have names of their own (`functions` of OLMo); to clients null means no value.
+    parsed = {k: v for k, v in message.items() if v is not None and k not in _CHECKED_KEYS}
+    parsed["role"] = role
+    parsed["content"] = parse_content(f"{where}.content", content, content_format)
     if reasoning:
         if not isinstance(reasoning, str):
             raise _fail(f"{where}.reasoning", "reasoning must be a string")
@@ -84,8 +89,8 @@ def _parse_message(
         # gpt-oss's template has a name of its own for it, and room for one text beside a call.
         parsed["thinking"] = "" if tool_calls and parsed["content"] else reasoning
     for key in ("name", "tool_call_id"):
-        if message.get(key) is not None:
-            parsed[key] = str(message[key])
+        if key in parsed:
+            parsed[key] = str(parsed[key])
     if tool_calls:
         parsed["tool_calls"] = _parse_tool_calls(
             f"{where}.tool_calls", tool_calls, arguments_as_text

@@ -344,7 +344,7 @@ def _as_prompts(prompts: Any) -> list[Any]:
     """One prompt, in whatever form, becomes a list of one."""
     if isinstance(prompts, str | dict):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise TypeError(
             f"prompts must be a text, token ids, a prompt object or a list of them, got {prompts!r}"
         )

@@ -88,6 +88,13 @@ def takes_arguments_as_text(chat_template: str) -> bool:
     return any(_reads(part, "arguments", names) for parts in joined for part in parts)
 
 
+@functools.lru_cache(maxsize=64)
+def knows_developers(chat_template: str) -> bool:
+    """Whether the template compares with the role `developer`, a newer name of `system`."""
+    constants = _parse(chat_template).find_all(jinja2.nodes.Const)
+    return any(constant.value == "developer" for constant in constants)
+
+
 def _parse(chat_template: str) -> jinja2.nodes.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _GenerationTag]

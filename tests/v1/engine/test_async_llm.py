@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import time
 from contextlib import asynccontextmanager
@@ -109,6 +110,24 @@ def test_leaving_the_loop_aborts_in_the_core():
             await stream.aclose()
             assert not engine.output_processor.has_unfinished_requests()
             assert await engine.reset_prefix_cache() is True  # no block is in use any more
+
+    asyncio.run(main())
+
+
+def test_metrics_count_who_was_aborted_and_who_left():
+    async def main():
+        async with running(log_stats=True, additional_config={"step_s": 0.02}) as engine:
+            params = SamplingParams(max_tokens=200, ignore_eos=True, n=2)
+            streams = [engine.generate(prompt_of(0, 9), params, name) for name in "ab"]
+            for stream in streams:
+                await anext(stream)
+            await engine.abort("a")
+            assert [one.finished async for one in streams[0]][-1]
+            await streams[1].aclose()
+            await collect(engine, "c", prompt_of(0, 9), SamplingParams(max_tokens=2))
+            pattern = rb'success_total\{.*finished_reason="(\w+)".*\} (\d+)'
+            counts = dict(re.findall(pattern, engine.metrics_text()))
+            assert (counts[b"abort"], counts[b"length"]) == (b"4", b"1")
 
     asyncio.run(main())
 

@@ -162,7 +162,9 @@ def free_text_format(choice: Any, given: dict[str, Any] | None) -> dict[str, Any
 
 
 def refuse_fields(request: GenerationRequest, instead: Mapping[str, str]) -> None:
-    """Raise `VLLMValidationError` for the first field of `instead` that the request uses."""
+    """Raise `VLLMValidationError` for the first field of `instead` that the request uses, or
+    for one that has another name now."""
+    request.check_names()
     for name, what in instead.items():
         value = getattr(request, name)
         used = value != 1 if name == "n" else value is not False

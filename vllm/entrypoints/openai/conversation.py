@@ -15,6 +15,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import (
     ContentFormat,
     detect_content_format,
+    knows_developers,
     require_chat_template,
     takes_arguments_as_text,
 )
@@ -66,7 +67,12 @@ class ConversationRenderer:
     def parse(self, messages: list[Message]) -> list[Message]:
         """Messages in the form of the template; raises `VLLMValidationError` for a bad one."""
         as_text = takes_arguments_as_text(self.template)
-        return parse_chat_messages(messages, self.content_format, as_text)
+        parsed = parse_chat_messages(messages, self.content_format, as_text)
+        if not knows_developers(self.template):
+            for message in parsed:
+                if message["role"] == "developer":
+                    message["role"] = "system"
+        return parsed
 
     def render(
         self,

@@ -25,18 +25,26 @@ def _finite(value: float) -> float:
     return value if math.isfinite(value) and value > _FLOOR else _FLOOR
 
 
+def _id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 def token_text(token_id: int, entry: Logprob, as_ids: bool) -> str:
     """The token's text, or `token_id:N` when asked for or when there is no text."""
     if as_ids or entry.decoded_token is None:
-        return f"token_id:{token_id}"
+        return _id_text(token_id)
     return entry.decoded_token
 
 
 def _by_text(position: Position, as_ids: bool) -> dict[str, float]:
-    """Several ids may have one text, such as parts of a character; the first one counts."""
+    """Every token of a position. Several may have one text, such as parts of a character: it is the
+    first one's, which is the actual token if that is among them, and the others are `token_id:N`.
+    """
     texts: dict[str, float] = {}
     for token_id, entry in position.items():
-        texts.setdefault(token_text(token_id, entry, as_ids), _finite(entry.logprob))
+        text = token_text(token_id, entry, as_ids)
+        key = _id_text(token_id) if text in texts else text
+        texts[key] = _finite(entry.logprob)
     return texts
 
 
@@ -65,11 +73,13 @@ def completion_logprobs(
 def _chat_entry(
     token_id: int, entry: Logprob, as_ids: bool, tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, Any]:
-    text = token_text(token_id, entry, as_ids)
+    text, known = entry.decoded_token, None
+    if tokenizer is not None and text is not None:
+        known = token_bytes(tokenizer, token_id, text)
     return {
-        "token": text,
+        "token": token_text(token_id, entry, as_ids),
         "logprob": _finite(entry.logprob),
-        "bytes": token_bytes(tokenizer, token_id, text),
+        "bytes": known,
     }
 
 
@@ -83,7 +93,8 @@ def chat_logprobs(
 ) -> dict[str, Any]:
     """`{"content": [...]}` with one entry per token [n] and its `num_top` best alternatives.
 
-    `num_top` -1 lists the whole vocabulary. `tokenizer` knows the bytes of incomplete characters.
+    `num_top` -1 lists the whole vocabulary. `tokenizer` knows the bytes of tokens, without it they
+    are null.
     """
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):

@@ -57,13 +57,24 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 #: how long a client that does not read can hold up the end of its stream
 _LAST_WORDS_S = 1.0
-_encode = msgspec.json.Encoder().encode
+_json = msgspec.json.Encoder().encode
+#: what many clients (httpx's `iter_lines`, Python's `splitlines`) take for the end of a line; an
+#: event has to be one line
+_LINE_ENDS = {end.encode(): f"\\u{ord(end):04x}".encode() for end in "\x85\u2028\u2029"}
 #: takes the place of the text while its surroundings are encoded
 _STAND_IN = "\0text"
 
 
 class ClientGoneError(Exception):
     """The client closed its connection before the reply was ready."""
+
+
+def _encode(payload: Any) -> bytes:
+    """`payload` as JSON in one line, whoever reads it."""
+    encoded = _json(payload)
+    for end, escaped in _LINE_ENDS.items():
+        encoded = encoded.replace(end, escaped)
+    return encoded
 
 
 def event(payload: Any) -> bytes:

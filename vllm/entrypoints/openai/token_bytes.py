@@ -26,12 +26,10 @@ def _letters() -> dict[str, int]:
 _LETTERS = _letters()
 
 
-def token_bytes(
-    tokenizer: PreTrainedTokenizerBase | None, token_id: int, text: str
-) -> list[int] | None:
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, text: str) -> list[int] | None:
     """UTF-8 of the token that decodes to `text`; None where its bytes are no whole characters and
     its name does not tell them."""
-    if _REPLACEMENT not in text or tokenizer is None:
+    if _REPLACEMENT not in text:
         return list(text.encode())
     name = str(tokenizer.convert_ids_to_tokens(token_id))
     if fallback := _FALLBACK.fullmatch(name):

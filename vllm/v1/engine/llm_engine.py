@@ -167,8 +167,11 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> list[RequestOutput]:
         """End requests; returns their last outputs. Unknown ids are ignored."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        aborted, outputs = self.output_processor.abort_requests(ids)
+        ended = IterationStats()
+        aborted, outputs = self.output_processor.abort_requests(ids, ended)
         self.engine_core.abort_requests(aborted)
+        if aborted and self._loggers is not None:
+            self._loggers.record(None, ended)
         return outputs
 
     def abort_all(self) -> list[RequestOutput]:

@@ -79,16 +79,21 @@ class OutputHandler:
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests by the callers' ids; their streams end with finish reason "abort"."""
-        aborted, _ = self._output_processor.abort_requests(request_ids)
-        self._tell_of(aborted)
+        ended = IterationStats()
+        aborted, _ = self._output_processor.abort_requests(request_ids, ended)
+        self._tell_of(aborted, ended)
 
     def forget(self, stream: OutputStream) -> None:
         """Nobody waits for the stream any more: forget its requests and tell the core."""
-        self._tell_of(self._output_processor.drop_requests(stream.request_ids))
+        ended = IterationStats()
+        self._tell_of(self._output_processor.drop_requests(stream.request_ids, ended), ended)
 
-    def _tell_of(self, aborted: list[str]) -> None:
-        if aborted and self.dead_error is None:
-            self._engine_core.abort_requests(aborted)
+    def _tell_of(self, aborted: list[str], ended: IterationStats) -> None:
+        if not aborted or self.dead_error is not None:
+            return
+        self._engine_core.abort_requests(aborted)
+        if self._loggers is not None:
+            self._loggers.record(None, ended)
 
     def stop(self) -> None:
         """The core is shut down."""

@@ -277,10 +277,12 @@ class OutputProcessor:
                 self._forget(state, FinishReason.ABORT, turn)
         return aborted, turn.processed.request_outputs
 
-    def drop_requests(self, request_ids: Iterable[str]) -> list[str]:
+    def drop_requests(
+        self, request_ids: Iterable[str], iteration: IterationStats | None = None
+    ) -> list[str]:
         """Forget requests, by the engine's ids, whose consumer is gone; returns those still known,
         to be aborted in the engine."""
-        turn = _Turn(time.monotonic(), None)
+        turn = _Turn(time.monotonic(), iteration)
         states = [self.request_states.get(request_id) for request_id in request_ids]
         known = [state for state in states if state is not None]
         for state in known:

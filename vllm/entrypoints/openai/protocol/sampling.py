@@ -21,6 +21,15 @@ from vllm.entrypoints.openai.protocol.base import (
 )
 from vllm.sampling_params import StructuredOutputsParams
 
+#: former names of fields. Passed over like other unknown keys, the reply would look right and not
+#: be what was asked for
+_FORMER_NAMES = {
+    "functions": "tools",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+}
 _TYPES = ("text", "json_object", "json_schema", "structural_tag")
 
 
@@ -149,8 +158,15 @@ class GenerationRequest(RequestModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def check_names(self) -> None:
+        """Raise `VLLMValidationError` for a field that has another name now."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in _FORMER_NAMES:
+                refuse(name, f"{name} is not supported; use {_FORMER_NAMES[name]}")
+
     def check_supported(self) -> None:
         """Raise `VLLMValidationError` for a field this server cannot honour."""
+        self.check_names()
         structured_outputs(self.response_format, self.structured_outputs)
         if self.use_beam_search and self.stream:
             refuse("stream", "beams are known at the end only; leave out stream or use_beam_search")

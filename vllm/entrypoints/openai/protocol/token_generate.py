@@ -82,6 +82,7 @@ SAMPLING_FIELDS = frozenset(
         "min_p",
         "min_tokens",
         "n",
+        "placement",
         "presence_penalty",
         "prompt_logprobs",
         "repetition_detection",
