@@ -169,6 +169,7 @@ class LLMEngine:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         aborted, outputs = self.output_processor.abort_requests(ids)
         self.engine_core.abort_requests(aborted)
+        self._flush_if_idle()
         return outputs
 
     def abort_all(self) -> list[RequestOutput]:
@@ -182,10 +183,15 @@ class LLMEngine:
         self.engine_core.abort_requests(processed.aborts)
         self.engine_core.stop_requests(processed.stops)
         self._record(outputs, iteration)
+        self._flush_if_idle()
+        return processed.request_outputs
+
+    def _flush_if_idle(self) -> None:
+        """Of requests that have ended a connector may still store something, in the core's steps:
+        nobody takes these when the last one has ended."""
         if not self.has_unfinished_requests():
             for later in self.engine_core.flush():
                 self._record(later, IterationStats())
-        return processed.request_outputs
 
     def _record(self, outputs: EngineCoreOutputs, iteration: IterationStats | None) -> None:
         if self._loggers is not None and iteration is not None:
