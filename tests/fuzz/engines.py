@@ -25,22 +25,34 @@ _FEW_PAGES = {"llama": 19, "qwen3_sliding": 40, "qwen3_5": 28}
 
 
 def make_arguments(family: str, storage: Path | None, **options: Any) -> dict[str, Any]:
-    """Keywords of `EngineArgs` and `LLM`; `drafter` among the options is a speculative config."""
-    drafter = options.pop("drafter", None)
+    """Keywords of `EngineArgs` and `LLM`; among the options `drafter` is a speculative config, and
+    `tier` a transfer config that goes beside what extraction needs."""
+    drafter, tier = options.pop("drafter", None), options.pop("tier", None)
+    made: dict[str, Any] = {} if storage is None else extraction(storage)
     if drafter is not None and storage is None:
-        options["speculative_config"] = drafter
+        made["speculative_config"] = drafter
     elif drafter is not None:
-        given = extraction(storage)
-        options = given | options
-        options["speculative_config"]["drafter"] = drafter
+        made["speculative_config"]["drafter"] = drafter
+    if tier is not None:
+        own = made.get("kv_transfer_config")
+        made["kv_transfer_config"] = tier if own is None else _together(own, tier)
     return {
         "model": str(tiny_model(family)),
         "dtype": "float32",
         "max_model_len": MAX_MODEL_LEN,
         "enable_sleep_mode": True,
         "kv_cache_memory_bytes": 64 << 20,
-        **({} if storage is None else extraction(storage)),
+        **made,
         **options,
+    }
+
+
+def _together(*transfers: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(transfers)},
     }
 
 
@@ -50,8 +62,11 @@ def make_config(family: str, storage: Path | None, **options: Any) -> VllmConfig
     return args.create_engine_config(UsageContext.LLM_CLASS)
 
 
-def draw_options(rng: random.Random, family: str, extracts: bool) -> dict[str, Any]:
-    """How the engine cuts, orders and keeps work; never what it computes."""
+def draw_options(
+    rng: random.Random, family: str, extracts: bool, ranks: bool = False
+) -> dict[str, Any]:
+    """How the engine cuts, orders and keeps work; never what it computes. `ranks`: whether it may
+    have workers of its own."""
     max_num_seqs = rng.choice((1, 2, 5, 8, 8))
     options: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
@@ -70,7 +85,26 @@ def draw_options(rng: random.Random, family: str, extracts: bool) -> dict[str, A
         has_layers = "drafter" in options and options["drafter"]["method"] != "ngram"
         pages = _FEW_PAGES[family] * (1 + extracts + has_layers)
         options["num_gpu_blocks_override"] = pages + rng.randrange(pages)
+    own = random.Random(options["seed"])
+    if options["enable_prefix_caching"] and own.random() < 0.5:
+        options["tier"] = _draw_tier(own)
+    if ranks and own.random() < 0.3:
+        options["tensor_parallel_size"] = 2
     return options
+
+
+def _draw_tier(rng: random.Random) -> dict[str, Any]:
+    """Host memory that gives back what the device has forgotten, often too small."""
+    extra = {
+        "cpu_bytes_to_use": rng.choice((2, 8)) << 20,
+        "eviction_policy": rng.choice(("lru", "arc")),
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def _draw_drafter(rng: random.Random) -> dict[str, Any]:

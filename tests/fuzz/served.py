@@ -23,6 +23,8 @@ _IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 class ServedSession(Session):
     """One engine, its clients, and somebody who disturbs them."""
 
+    may_have_ranks = True
+
     async def run(self) -> None:
         engine = self._engine = AsyncLLM(self._config)
         try:

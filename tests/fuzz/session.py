@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import ClassVar
 
 from tests.fuzz.book import Book
 from tests.fuzz.engines import draw_options, make_config
@@ -20,6 +21,9 @@ STUCK_S = 120.0
 class Session:
     """Everything drawn from `rng` before the engine starts, in one order for all sessions."""
 
+    #: whether the engine may be of several processes
+    may_have_ranks: ClassVar[bool] = False
+
     def __init__(
         self,
         name: str,
@@ -34,7 +38,7 @@ class Session:
         self._num_requests = num_requests
         self._num_sent = 0
         self._disturbance = rng.choice(DISTURBANCE)
-        options = draw_options(rng, family, storage is not None)
+        options = draw_options(rng, family, storage is not None, self.may_have_ranks)
         self._width = int(options["max_num_seqs"])
         self._work = Workload(rng, storage is not None, options["scheduling_policy"] == "priority")
         self._pool = SpecPool(rng, self._work, reference, 3 + num_requests // 4)

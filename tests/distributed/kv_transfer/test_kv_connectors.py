@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.extraction_options import extraction
 from tests.tiny_models import tiny_model
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
 from vllm.outputs import RequestOutput
+from vllm.v1.metrics.reader import Gauge
 
 pytestmark = pytest.mark.usefixtures("forking")
 
@@ -123,6 +125,19 @@ def test_hidden_states_of_loaded_prompts(tmp_path: Path) -> None:
         loaded = max(len(prompt) - 2, 0) // 16 * 16
         assert torch.equal(cold[:loaded], warm[:loaded])
         assert (cold - warm).norm() / cold.norm() < 2e-5
+
+
+def test_metrics_have_what_happens_after_the_last_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core of this process steps on for the transfers of ended requests, and then holds
+    nothing."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    extracting = extraction(tmp_path)
+    with engine(extracting.pop("kv_transfer_config"), **extracting, disable_log_stats=False) as llm:
+        run(llm)
+        [usage] = [m for m in llm.get_metrics() if m.name == "vllm:kv_cache_usage_perc"]
+        assert isinstance(usage, Gauge) and usage.value == 0
 
 
 def test_recurrent_state_is_refused_at_the_start(tmp_path: Path) -> None:

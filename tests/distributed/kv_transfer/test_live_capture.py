@@ -215,6 +215,30 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path, monkeypatch: pytest.M
     assert lines(tmp_path) == [{"num_prompt": 1}, {"num_prompt": 3}]
 
 
+def test_samples_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = ["old"]
+    monkeypatch.setattr(LiveCaptureConnector, "_weights_now", lambda connector: list(now))
+    run = harness(tmp_path)
+    assert serve(run, "before", AGREES)
+    run.step()
+    run.scheduler.reset_cache()
+    assert serve(run, "reset", AGREES)
+    run.step()
+    now[:] = ["new"]
+    run.scheduler.reset_cache()
+    assert not serve(run, "after", AGREES)
+    run.step()
+    run.worker.shutdown()
+    assert len(lines(tmp_path)) == 2
+    with pytest.raises(ValueError, match="holds captures of .*'old'.*, not .*'new'"):
+        harness(tmp_path)
+    said = tmp_path / "capture.json"
+    earlier = json.loads(said.read_text())
+    del earlier["weights"]
+    said.write_text(json.dumps(earlier))
+    harness(tmp_path).worker.shutdown()
+
+
 def test_a_directory_has_one_server_and_one_content(tmp_path: Path) -> None:
     run = harness(tmp_path)
     with pytest.raises(ValueError, match="another server captures into"):

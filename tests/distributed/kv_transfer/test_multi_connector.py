@@ -278,6 +278,7 @@ def test_statistics_are_built_again_from_what_was_sent(monkeypatch: pytest.Monke
 def test_metrics_of_every_child() -> None:
     """From the workers' statistics to the registry, through a message between processes."""
     children = [child(number=1, metric="one"), child(number=7), child(number=3, metric="three")]
+    children.append(child(number=5, metric="three"))
     config = multi_config(*children)
     config.model_config = SimpleNamespace(max_model_len=16, served_names=["m"])
     registry = CollectorRegistry()
@@ -290,7 +291,7 @@ def test_metrics_of_every_child() -> None:
         metrics.record_scheduler(stats)
     labels = {"model_name": "m", "engine": "0"}
     counts = [registry.get_sample_value(f"vllm:{n}_total", labels) for n in ("one", "three")]
-    assert counts == [2, 6]
+    assert counts == [2, 2 * (3 + 5)]
     plain = MultiConnector.build_prom_metrics(multi_config(child()), {}, [], {})
     assert plain is None
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.distributed.kv_transfer.offload_engines import (
     MB,
+    await_deletes,
     connector_of,
     core_of,
     drain,
@@ -180,3 +181,15 @@ def test_reset_forgets_every_tier(tmp_path: Path) -> None:
         assert llm.reset_prefix_cache(reset_connector=True)
         drain(llm)
     assert not list(tmp_path.glob("*/r0/*/*.bin"))
+
+
+def test_files_are_gone_before_the_engine_sleeps(tmp_path: Path) -> None:
+    """No step runs for them while the memory sleeps."""
+    with engine(offloading(root=tmp_path), enable_sleep_mode=True) as llm:
+        run(llm, prompt(1, 70))
+        drain(llm)
+        assert list(tmp_path.rglob("*.bin"))
+        llm.sleep(2)
+        assert not connector_of(llm).has_pending_push_work()
+        await_deletes(llm)
+        assert not list(tmp_path.rglob("*.bin"))

@@ -80,6 +80,23 @@ def test_every_kind_of_paged_state_continues_inside_a_block(specs):
     assert [c.source for c in copies[: len(specs) + 1]] == sources
 
 
+def test_a_partial_block_that_a_load_takes_out_of_its_window_is_not_copied():
+    manager = manager_of([full(), window(20), recurrent()], 100)
+    manager.free(run_prompt(manager, "a", range(43)))
+    req = request("b", range(120))
+    manager.begin_step()
+    blocks, num_found = manager.get_computed_blocks(req)
+    assert num_found == 43 and all(blocks.sources)
+    load = {"num_external_computed_tokens": 100 - num_found, "delay_cache_blocks": True}
+    assert manager.allocate_slots(req, 0, num_found, blocks, **load)
+    full_ids, window_ids, [state] = manager.get_block_ids("b")
+    assert window_ids[:5] == [0] * 5 and all(window_ids[5:])
+    copies, _ = manager.take_copies()
+    assert [(c.group_id, c.target) for c in copies] == [(0, full_ids[2]), (2, state)]
+    manager.free(req)
+    assert manager.usage == 0
+
+
 @pytest.mark.parametrize("specs", [[full()], [window(20)], [hidden()]])
 def test_no_copy_is_made_of_a_block_that_the_same_step_fills(specs):
     """Copies come before the step; what an earlier request left inside the block is copied."""

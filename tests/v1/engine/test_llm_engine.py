@@ -99,7 +99,6 @@ def test_abort_returns_the_last_output_and_stops_the_core():
     assert last.finished and last.outputs[0].finish_reason == "abort"
     assert len(last.outputs[0].token_ids) == 5
     assert engine.abort_request(["a", "unknown"]) == []
-    engine.engine_core.flush()
     assert not engine.engine_core.engine_core.has_work()
 
 

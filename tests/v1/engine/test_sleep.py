@@ -18,7 +18,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason, StopRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineSleepingError
@@ -216,6 +216,23 @@ def test_the_core_itself_refuses_requests() -> None:
     assert core.add_request(core.receive(request)) is None
     with pytest.raises(RuntimeError, match="while requests run"):
         core.sleeping.sleep(1)
+    core.shutdown()
+
+
+def test_a_last_message_is_not_lost_on_the_way_to_sleep() -> None:
+    """A stop string and the call to sleep come one after the other."""
+    core = EngineCore(sleepy_config(), SleepyExecutor)
+    params = SamplingParams(max_tokens=40, stop=["x"], detokenize=True, ignore_eos=True)
+    core.add_request(core.receive(EngineCoreRequest("a", [1, 2, 3], params, 0.0)))
+    outputs = []
+    while len(outputs) < 4:
+        outputs += core.step().get(0, EngineCoreOutputs()).outputs
+    core.stop_requests([StopRequest("a", 3)])
+    core.sleeping.sleep(1)
+    last = []
+    while core.has_work():
+        last += core.step().get(0, EngineCoreOutputs()).outputs
+    assert [(one.request_id, one.finish_reason) for one in last] == [("a", FinishReason.STOP)]
     core.shutdown()
 
 

@@ -53,6 +53,11 @@ def coarse() -> Tensor:
     return (torch.randn(ROWS, VOCAB) * 2).round()
 
 
+def flat() -> Tensor:
+    """Most draws are not among a row's best."""
+    return torch.randn(ROWS, VOCAB)
+
+
 def with_holes() -> Tensor:
     """A row of -inf, one of NaN, one with a NaN, one with all but one token barred."""
     logits = torch.randn(ROWS, VOCAB)
@@ -88,6 +93,9 @@ CASES = {
     "top-p": Case([{"top_p": 0.5}, {}, {"top_p": 0.95, "min_p": 0.05}]),
     "top-k and top-p": Case([{"top_k": 20, "top_p": 0.6}, {"top_k": 50, "top_p": 0.9}]),
     "top-k and top-p among ties": Case([{"top_k": k, "top_p": 0.8} for k in (2, 9, 33)], coarse),
+    "top-k and top-p beside rows without": Case(
+        [{"top_k": 5, "top_p": 0.9}, {}, {"min_p": 1e-4}, {"top_k": 3}, {"top_p": 0.7}], flat
+    ),
     "all filters": Case([{"top_k": 30, "top_p": 0.7, "min_p": 0.02}, GREEDY, {"top_p": 0.2}]),
     "all filters among ties": Case([{"top_k": 9, "top_p": 0.8, "min_p": 0.1}], coarse),
     "logprobs": Case([{"logprobs": 0}, {"logprobs": 7}, {}]),

@@ -96,13 +96,19 @@ class CheckpointKeeper:
             if source is None:
                 continue
             own = manager.block_at(request_id, num_tokens)
-            assert own is not None
-            copy = BlockCopy(self._own(manager), source.block_id, own.block_id)
-            self._before.append(copy)
-            if self._pool.pages.journal is not None:
-                of_all = BlockCopy(manager.group_id, copy.source, copy.target)
-                self._pool.pages.journal.copied(of_all)
+            # Tokens that a connector loads may have taken it out of a window.
+            if own is not None:
+                self._copy_before(manager, source, own)
             self._pool.free_blocks([source])
+
+    def _copy_before(
+        self, manager: SingleTypeKVCacheManager, source: KVCacheBlock, target: KVCacheBlock
+    ) -> None:
+        copy = BlockCopy(self._own(manager), source.block_id, target.block_id)
+        self._before.append(copy)
+        if self._pool.pages.journal is not None:
+            of_all = BlockCopy(manager.group_id, copy.source, copy.target)
+            self._pool.pages.journal.copied(of_all)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """The step being scheduled takes the request's state to `num_tokens`."""

@@ -305,14 +305,17 @@ class EngineCore:
         return StepMasks(constrained, [len(drafts.get(one, ())) for one in output.masked_req_ids])
 
     def _drain(self) -> None:
-        """Before a sleep: tell the workers what ended and wait for transfers of ended requests."""
+        """Before a sleep: tell the workers what ended and wait for transfers of ended requests.
+        What the steps say goes to the clients with the next ones."""
         deadline = time.monotonic() + _DRAIN_S
+        said: list[dict[int, EngineCoreOutputs]] = []
         while self.has_work():
             if time.monotonic() > deadline:
                 raise RuntimeError("the engine cannot sleep: transfers of finished requests go on")
-            self.step()
+            said.append(self.step())
             if self.only_waits:
                 time.sleep(_TICK_S)
+        self._taken_early.extend(filter(None, said))
 
     # ---- utilities -----------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import shutil
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain
 from tempfile import mkdtemp
@@ -85,8 +85,9 @@ class EngineCoreClient(ABC):
         """Run a utility of the core and return its result."""
 
     @abstractmethod
-    def flush(self) -> None:
-        """With no request left: let workers and connector finish what they do for the last ones."""
+    def flush(self) -> Iterator[EngineCoreOutputs]:
+        """With no request left: let workers and connector finish what they do for the last ones;
+        what they say of it, as `get_output`."""
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
@@ -167,11 +168,11 @@ class InprocClient(EngineCoreClient):
         with self._decisions.current():
             return self.engine_core.call_utility(method, args)
 
-    def flush(self) -> None:
+    def flush(self) -> Iterator[EngineCoreOutputs]:
         """Steps the core until it is idle: transfers make progress only in its steps."""
         deadline = time.monotonic() + _FLUSH_S
         while self.engine_core.has_work() and time.monotonic() < deadline:
-            self.get_output()
+            yield self.get_output()
 
     def shutdown(self, timeout: float | None = None) -> None:
         if self._finalizer is not None:
@@ -345,5 +346,7 @@ class SyncMPClient(MPClient, EngineCoreClient):
             future.result()
         return combined(method, self._ranks, answers)
 
-    def flush(self) -> None:
-        """The core's own loop goes on as long as there is anything to wait for."""
+    def flush(self) -> Iterator[EngineCoreOutputs]:
+        """The core's own loop goes on as long as there is anything to wait for, and what it says
+        comes with the next outputs."""
+        return iter(())

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils import startup_phases
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.parallel_sampling import child_requests
 from vllm.v1.engine.placements import PlacementChange, asked_for, busy, placement_to_admit
@@ -172,6 +172,7 @@ class LLMEngine:
         self.engine_core.abort_requests(aborted)
         if aborted and self._loggers is not None:
             self._loggers.record(None, ended)
+        self._flush_if_idle()
         return outputs
 
     def abort_all(self) -> list[RequestOutput]:
@@ -184,11 +185,20 @@ class LLMEngine:
         processed = self.output_processor.process_outputs(outputs, iteration)
         self.engine_core.abort_requests(processed.aborts)
         self.engine_core.stop_requests(processed.stops)
+        self._record(outputs, iteration)
+        self._flush_if_idle()
+        return processed.request_outputs
+
+    def _flush_if_idle(self) -> None:
+        """Of requests that have ended a connector may still store something, in the core's steps:
+        nobody takes these when the last one has ended."""
+        if not self.has_unfinished_requests():
+            for later in self.engine_core.flush():
+                self._record(later, IterationStats())
+
+    def _record(self, outputs: EngineCoreOutputs, iteration: IterationStats | None) -> None:
         if self._loggers is not None and iteration is not None:
             self._loggers.record(outputs.scheduler_stats, iteration, outputs.engine_index)
-        if not self.has_unfinished_requests():
-            self.engine_core.flush()
-        return processed.request_outputs
 
     def has_unfinished_requests(self) -> bool:
         return self.output_processor.has_unfinished_requests()

@@ -151,6 +151,7 @@ class CoreSleep:
         # What wakes up from level 2 may have other weights: a connector's store is of no use then.
         if not self._scheduler.reset_prefix_cache(reset_connector=level == 2):
             raise RuntimeError("the engine cannot sleep: state blocks are still in use")
+        self._drain()  # what a connector has to do for that: no step finds its memory asleep
         begin = time.monotonic()
         self._level, self.asleep = level, set(TAGS)
         released = sum(self._executor.collective_rpc("sleep", args=(level,)))

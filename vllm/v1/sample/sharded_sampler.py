@@ -101,14 +101,16 @@ def _beyond(
 
 def _lowest_of_mass(ordered: Tensor, lowest: Tensor, beyond: Tensor, top_p: Tensor) -> Tensor:
     """The least likely token of the smallest set with mass `top_p [n]`, `[n, 1]`, among those of
-    `ordered [n, m]`, in descending order, and `beyond [n, 1]` more that equal `lowest [n, 1]`."""
+    `ordered [n, m]`, in descending order, and `beyond [n, 1]` more that equal `lowest [n, 1]`; -inf
+    where that is all of them, for then there may be others."""
     peak, limit = ordered[:, :1], top_p.unsqueeze(1)
     mass = (ordered - peak).exp()
     ties = (beyond * (lowest - peak).exp()).masked_fill(beyond == 0, 0.0)
     probs = mass / (mass.sum(dim=1, keepdim=True) + ties)
-    drop = (probs.cumsum(dim=1) - probs >= limit) & (limit < 1.0)
+    drop = probs.cumsum(dim=1) - probs >= limit
     drop[:, :1].fill_(False)
-    return ordered.masked_fill(drop, torch.inf).amin(dim=1, keepdim=True)
+    least = ordered.masked_fill(drop, torch.inf).amin(dim=1, keepdim=True)
+    return least.masked_fill(limit >= 1.0, -torch.inf)
 
 
 def logprobs_sharded(

@@ -481,3 +481,12 @@ def test_statistics_of_several_steps_are_joined_until_they_are_sent():
         report(driver, kv_connector_stats=NumberStats({"number": number}))
     sent = driver.scheduler.make_stats().connector
     assert sent == {"number": 3} and driver.scheduler.make_stats().connector is None
+
+
+def test_statistics_of_a_step_without_work_do_not_wait_for_the_next_request():
+    driver = make_driver(async_scheduling=False)
+    output = driver.scheduler.schedule()
+    result = driver.worker.execute(output)
+    result.kv_connector_output = KVConnectorOutput(kv_connector_stats=NumberStats({"number": 1}))
+    [message] = driver.scheduler.update_from_output(output, result).values()
+    assert message.scheduler_stats.connector == {"number": 1}

@@ -13,6 +13,7 @@ from tests.v1.engine.fakes import EOS, expected_tokens
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -139,3 +140,26 @@ def test_stop_while_a_preempted_request_is_computed_again() -> None:
     while not finished_calls(driver):
         driver.step()
     assert request.num_computed_tokens >= 29 and request.num_output_tokens == 10
+
+
+@pytest.mark.parametrize("num_loaded", [16, 31])
+def test_stop_while_a_preempted_request_is_loaded(num_loaded: int) -> None:
+    """What the connector is bringing back is not there yet, and may be more than the reply has."""
+    driver = connected(async_scheduling=False)
+    request = make_request("a", prompt_of(20), max_tokens=40, stop=["x"], ignore_eos=True)
+    driver.add(request)
+    run_until(driver, request, 12)
+    driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    driver.scheduler.connector.matches["a"] = [(num_loaded, True), (0, False)]
+    driver.step()
+    assert driver.scheduler.transfer.loading == {"a"}
+    driver.scheduler.stop_request("a", 8)
+    assert not finished_calls(driver)
+    driver.launch()
+    driver.in_flight[0][1].kv_connector_output = KVConnectorOutput(finished_recving={"a"})
+    driver.collect()
+    while not finished_calls(driver):
+        driver.step()
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert request.output_token_ids == expected_tokens(prompt_of(20), params)
+    assert 27 <= request.num_computed_tokens == request.num_state_tokens

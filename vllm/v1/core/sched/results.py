@@ -324,7 +324,8 @@ class SchedulerResults(SchedulerState):
             for client_index, own in outputs.items()
         }
         # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.
-        news = outputs or computed or self._gauges() != self._sent_gauges
+        news = outputs or computed or self._connector_stats is not None
+        news = news or self._gauges() != self._sent_gauges
         stats = self.make_stats() if news else None
         if stats is not None:
             packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats

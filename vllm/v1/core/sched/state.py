@@ -258,6 +258,9 @@ class SchedulerState(SchedulerInterface):
         request.may_stop_earlier = False
         at_own_end = request.is_finished
         num_rows = request.num_prompt_tokens + num_output_tokens - 1
+        if self.transfer is not None and request_id in self.transfer.loading:
+            # Nothing of it is there yet, and it may be of tokens past the stop.
+            request.num_computed_tokens = 0
         if not at_own_end and request.num_computed_tokens < num_rows:
             # Preempted: a connector may want the state that went with its blocks. It is computed
             # again, up to the last token, which is sampled again.

@@ -28,9 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import ended_badly
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import weights_identity
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
+from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 #: key of a request's `kv_transfer_params` by which its sender agrees
 CONSENT = "capture"
@@ -89,6 +93,14 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         assert speculative is not None
         self._layers = sorted(speculative.extraction_layer_ids)
         self._model = "" if vllm_config.model_config is None else vllm_config.model_config.model
+        self._weights = self._weights_now()
+        #: scheduler side: whether the weights are those that the dataset is of
+        self._captures = True
+
+    def _weights_now(self) -> list[Any]:
+        if self._vllm_config.model_config is None:
+            return []
+        return weights_identity(self._vllm_config)
 
     @classmethod
     def check_request(
@@ -100,7 +112,12 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
 
     def _make_saver(self, copier: RowCopier) -> LiveSaver:
         dtype = str(copier.format.dtype).removeprefix("torch.")
-        settings = {"model": self._model, "dtype": dtype, "layers": self._layers}
+        settings = {
+            "model": self._model,
+            "dtype": dtype,
+            "layers": self._layers,
+            "weights": self._weights,
+        }
         if self._storage != "auto":
             settings[STORAGE_DTYPE_KEY] = self._storage
         return LiveSaver(
@@ -116,11 +133,22 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
 
     # ---- scheduler side ------------------------------------------------------------------------
 
+    def reset_cache(self) -> bool | None:
+        """There may be new weights: what others compute is not captured."""
+        captured, self._captures = self._captures, self._weights_now() == self._weights
+        if captured and not self._captures:
+            logger.error(
+                "nothing more is captured into %s, whose samples are of other weights; start a "
+                "server with another directory",
+                self._storage_path,
+            )
+        return None
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}
-        if not params.get(CONSENT, False) or ended_badly(request):
+        if not params.get(CONSENT, False) or ended_badly(request) or not self._captures:
             return False, None
         # The last token was sampled but never went through the model: it has no row.
         token_ids = request.all_token_ids[:-1]

@@ -67,6 +67,18 @@ def _extra_configs(extra_config: dict[str, Any]) -> Iterator[tuple[ChildClass, d
         yield child_cls, config.kv_connector_extra_config
 
 
+def _made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make`, but for a name that has been made already what was made then."""
+    made: dict[str, Any] = {}
+
+    def make_or_find(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name not in made:
+            made[name] = make(name, *args, **kwargs)
+        return made[name]
+
+    return make_or_find
+
+
 class MultiConnectorClass(KVConnectorBase_V1):
     """The class methods of `MultiConnector`."""
 
@@ -161,10 +173,12 @@ class MultiConnectorClass(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics | None:
+        """Children whose metrics have one name share it: their counts add up."""
         children: dict[str, KVConnectorPromMetrics] = {}
+        shared = {kind: _made_once(make) for kind, make in metric_types.items()}
         for index, (child_cls, child_config) in enumerate(children_of(vllm_config)):
             made = child_cls.build_prom_metrics(
-                child_config, metric_types, labelnames, per_engine_labelvalues
+                child_config, shared, labelnames, per_engine_labelvalues
             )
             if made is not None:
                 children[child_key(index, child_cls)] = made

@@ -35,7 +35,7 @@ from vllm.logger import init_logger
 class LiveDataset:
     """The directory that live requests' hidden states go to: a drafter dataset that grows.
 
-        capture.json                    what is captured: model, dtype, ids of the columns
+        capture.json                    what is captured: model, weights, dtype, ids of the columns
         hidden_states/hs_3.safetensors  of sample 3, as offline extraction writes it
         samples.jsonl                   a line per sample, in their order: `{"num_prompt": n}`
 
@@ -86,7 +86,8 @@ class LiveDataset:
             os.replace(new, said)
             return
         stored = json.loads(said.read_text())
-        if stored != settings:
+        # Captures of earlier versions do not say of which weights they are.
+        if stored != {k: v for k, v in settings.items() if k in stored or k != "weights"}:
             raise VLLMValidationError(
                 f"{path} holds captures of {stored}, not {settings}; choose another directory"
             )
