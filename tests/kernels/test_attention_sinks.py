@@ -9,7 +9,7 @@ import torch
 from tests.kernels.cases import TOLERANCE, Case, attention_case, check, error_ratio, widen
 from vllm.kernels.attention import AttentionProblem
 from vllm.kernels.attention.naive import attend, paged_attention
-from vllm.kernels.attention.triton_decode import decode_attention
+from vllm.kernels.attention.triton_decode import SPLIT_KEYS, Shares, decode_attention
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.triton.tile_files import Tile
@@ -62,7 +62,7 @@ def test_shares_count_a_sink_once(splits: int, device: str) -> None:
     case = case_of(DECODES, torch.float32, device)
     wide = {name: widen(value) for name, value in case.items()}
     paged_attention(AttentionProblem(**wide))
-    decode_attention(AttentionProblem(**case), splits, Tile(16, 32, 1, 1))
+    decode_attention(AttentionProblem(**case), Shares(splits, SPLIT_KEYS, Tile(16, 32, 1, 1)))
     assert error_ratio(case["out"][:3], wide["out"][:3]) < TOLERANCE[torch.float32]
 
 
