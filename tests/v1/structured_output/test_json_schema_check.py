@@ -25,6 +25,9 @@ REFUSED = {
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "deep inside": {"properties": {"a": {"type": "array", "items": {"not": INT}}}},
     "inside a definition": {"$ref": "#/$defs/x", "$defs": {"x": {"not": INT}}},
+    "inside what a reference names": {
+        "$ref": "#/components/a",
+        "components": {"a": {"items": {"$ref": "#/components/b"}}, "b": {"not": INT}}},
     "allOf": {"allOf": [{"required": ["a"]}, {"type": "object"}]},
     "enum beside const": {"enum": [1], "const": 1},
     "anyOf beside minimum": {"anyOf": [INT], "minimum": 3},
@@ -96,6 +99,10 @@ ACCEPTED = {
               "minItems": 2},
     "const": {"const": {"a": [1, "x"]}},
     "reference to an integer": {"type": "integer", "$ref": "#/$defs/x", "$defs": {"x": INT}},
+    "references elsewhere": {
+        "$ref": "#/components/a",
+        "components": {"a": {"type": "object", "properties": {"b": {"$ref": "#/components/b"}},
+                             "required": ["b"], "additionalProperties": False}, "b": INT}},
     "allOf one": {"allOf": [{"$ref": "#/$defs/x"}], "description": "d", "$defs": {"x": INT}},
     "false keywords": {"type": "array", "items": INT, "uniqueItems": False, "maxItems": 2},
     "a property named not": {"type": "object", "properties": {"not": INT}, "required": ["not"]},
