@@ -54,6 +54,8 @@ REFUSED = {
     "undefined required": {"type": "object", "properties": {"a": INT}, "required": ["b"]},
     "patternProperties beside": {"type": "object", "properties": {"a": INT},
                                  "patternProperties": {"a": {"type": "string"}}},
+    "a name with an escape beside others": {"type": "object", "properties": {'x"y': INT},
+                                            "additionalProperties": INT},
     "unknown type": {"type": "whole"},
     "endless object": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     "endless array": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
@@ -105,6 +107,8 @@ ACCEPTED = {
                              "required": ["b"], "additionalProperties": False}, "b": INT}},
     "allOf one": {"allOf": [{"$ref": "#/$defs/x"}], "description": "d", "$defs": {"x": INT}},
     "false keywords": {"type": "array", "items": INT, "uniqueItems": False, "maxItems": 2},
+    "a name with an escape": {"type": "object", "properties": {'x"\\y': INT}, "required": ['x"\\y'],
+                              "additionalProperties": False},
     "a property named not": {"type": "object", "properties": {"not": INT}, "required": ["not"]},
 }  # fmt: skip
 

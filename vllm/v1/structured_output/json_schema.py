@@ -53,6 +53,8 @@ _OBJECT = (
     "maxProperties",
     "unevaluatedProperties",
 )
+#: what allows properties besides the named ones
+_MORE_PROPERTIES = ("additionalProperties", "unevaluatedProperties")
 _ARRAY = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")
 _STRING = ("pattern", "minLength", "maxLength")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -315,6 +317,14 @@ def _check_object(path: str, schema: dict[str, Any]) -> None:
     unknown = [name for name in required if name not in properties]
     if unknown:
         raise ValueError(f"{path}: required names {unknown[0]!r}, which properties does not define")
+    open_to = next((key for key in _MORE_PROPERTIES if schema.get(key, False) is not False), None)
+    escaped = [name for name in properties if not _ESCAPED_IN_JSON.isdisjoint(name)]
+    if open_to is not None and escaped:
+        # The compiler's names of others than these would hold such characters as they are.
+        raise ValueError(
+            f"{path}: {open_to} cannot be combined with the property {escaped[0]!r}, whose name "
+            "JSON writes with an escape; rename it, or leave no other properties"
+        )
     for key in ("propertyNames", "patternProperties"):
         if properties and key in schema:
             raise ValueError(f"{path}: properties and {key} cannot be combined; use one of them")
