@@ -88,7 +88,7 @@ class ReplyBuilder:
         self._open = False
 
     def say(self, text: str) -> None:
-        """Add content."""
+        """Add content; a call before it that is not complete was not cut by the reply's end."""
         text = self._space + text
         if self.num_calls and not self._spoken:
             text = text.lstrip()
@@ -96,10 +96,12 @@ class ReplyBuilder:
         self._space = text[len(body) :]
         self._content += body
         self._spoken = self._spoken or bool(body)
+        self._open = self._open and not body
 
     def open_call(self, opening: str) -> None:
-        """What follows may be a call; `opening` is what of it was read."""
-        self._written = [opening]
+        """What follows may be a call; `opening` is what of it was read. A call before it that is
+        not complete was not cut by the reply's end."""
+        self._written, self._open = [opening], False
 
     def wrote(self, text: str) -> None:
         """More of what may be a call, exactly as the model wrote it."""
