@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.config.checkpoints import HYBRID, write_config
+from tests.tiny_models import tiny_model
 from vllm import decisions
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.exceptions import VLLMValidationError
@@ -137,6 +138,30 @@ def test_overrides_reach_the_text_part(hybrid: str) -> None:
     assert model.hf_text_config.rope_parameters["rope_theta"] == 5.0
     assert model.hf_text_config.rope_parameters["rope_type"] == "default"
     assert model.hf_text_config.layer_types == ["linear_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 5.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"factor": 2.0}},
+        {"text_config": {"rope_theta": 5.0}},
+    ],
+)
+def test_override_for_none_of_several_rotations(overrides: dict[str, Any]) -> None:
+    path = str(tiny_model("gemma3_wrapper"))
+    with pytest.raises(VLLMValidationError, match="for one of the model's rotations, such as"):
+        ModelConfig(path, hf_overrides=overrides)
+    full = {"rope_parameters": {"full_attention": {"factor": 2.0}}}
+    rope = ModelConfig(path, hf_overrides=full).hf_text_config.rope_parameters
+    assert [rope[kind].get("factor") for kind in sorted(rope)] == [2.0, None]
+
+
+def test_override_of_a_partial_rotation() -> None:
+    path = str(tiny_model("qwen3_5"))
+    config = ModelConfig(path, hf_overrides={"partial_rotary_factor": 0.5}).hf_text_config
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
 
 
 def test_override_of_rope_scaling_uses_the_present_name(llama: str) -> None:

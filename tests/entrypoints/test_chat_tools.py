@@ -217,6 +217,18 @@ async def test_only_one_call_without_parallel_calls(
         assert calls_of(choice) == CALLS[:1]
 
 
+async def test_what_a_second_call_would_be_is_left_out_although_it_is_cut(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
+    """As it is where the reply is streamed, or the call complete."""
+    engine.script = HERMES[: HERMES.rindex("{}") + 1]
+    api = make_api(**auto("hermes"))
+    for request in (ask, ask_streaming):
+        choice = await request(api, tools=TOOLS, parallel_tool_calls=False)
+        assert calls_of(choice) == CALLS[:1]
+        assert "<tool_call>" not in (choice.message.content or "")
+
+
 LISTED = {"type": "array"}
 CUT_CALLS = [
     ("hermes", HERMES, "auto"),

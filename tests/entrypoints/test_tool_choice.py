@@ -70,6 +70,19 @@ def test_only_references_are_moved() -> None:
     assert TOOLS["tree"]["properties"]["leaves"]["items"] == {"$ref": "#"}
 
 
+def test_names_that_are_keywords_are_names() -> None:
+    size = {"type": "object", "properties": {"enum": {"$ref": "#/$defs/const"}}}
+    tool = {
+        "type": "object",
+        "properties": {"default": {"$ref": "#/$defs/examples"}},
+        "$defs": {"examples": size, "const": {"enum": ["s", "m"]}},
+    }
+    schema = call_list_schema({"f": tool}, True)
+    check_schema(schema)
+    assert follows(schema, f"[{call('f', json.dumps({'default': {'enum': 'm'}}))}]")
+    assert not follows(schema, f"[{call('f', json.dumps({'default': {'enum': 'x'}}))}]")
+
+
 @pytest.mark.parametrize(
     ("fields", "mode"),
     [

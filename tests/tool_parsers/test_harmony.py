@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.tool_parsers.splitting import CUTS, pieces, streamed, whole
 from vllm.entrypoints.openai.chat_reply import ReplySplitter
-from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
 from vllm.reasoning import ReasoningDelta, ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import ToolParser, tool_parsers
 
@@ -88,9 +87,8 @@ def test_a_call_that_is_cut_is_content() -> None:
 def test_both_parsers_together() -> None:
     """The reasoning parser leaves the markup of calls to the tool parser."""
     text = f'{ANALYSIS}Hm.<|end|>{PREAMBLE}I look.<|end|>{CALL}{{"a": 1}}'
-    choice = ToolChoice(ToolMode.AUTO, {})
     for parts in ([text], list(text)):
-        splitter = ReplySplitter(choice, reasoning(), tool(), include_reasoning=True)
+        splitter = ReplySplitter(reasoning(), tool(), include_reasoning=True)
         deltas = [splitter.feed(part, finished=False) for part in parts[:-1]]
         deltas.append(splitter.feed(parts[-1], finished=True))
         assert "".join(delta.reasoning for delta in deltas) == "Hm."

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tool_parsers.splitting import CUTS, MESSY, pieces, streamed, whole
+from tests.tool_parsers.splitting import CUTS, MESSY, joined, pieces, streamed, whole
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
 
 
@@ -78,6 +78,15 @@ def test_calls_that_end_badly() -> None:
     assert whole(hermes, torn) == ("", [("f", '{"a": 1'), ("g", "{}")])
     assert whole(hermes, call("f", "{}") + " and so") == ("and so", [("f", "{}")])
     assert whole(hermes, "<tool_call>" + call("f", "{}")) == ("<tool_call>", [("f", "{}")])
+
+
+@pytest.mark.parametrize("rest", ["<tool_call>", '<tool_call>{"name"', " and so"])
+def test_a_torn_call_before_the_last_text_is_a_call(rest: str) -> None:
+    """As in a stream: its text was lost where another began, or came after what followed it."""
+    torn = '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>'
+    assert joined([hermes().end("So" + torn + rest)]) == ("So" + rest, [("f", '{"a": 1')])
+    cut = torn.removesuffix("</tool_call>")
+    assert joined([hermes().end(cut)]) == (cut, [])
 
 
 def test_pieces_go_out_at_once() -> None:

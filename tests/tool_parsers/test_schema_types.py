@@ -14,6 +14,8 @@ from vllm.tool_parsers.qwen3_coder import ANY_TYPE, json_type, parameter_types
         ({"type": "string"}, {"string"}),
         ({"type": ["string", "null"]}, {"string", "null"}),
         ({"type": "number"}, {"number", "integer"}),
+        ({"type": ["string", ["null"]]}, {"string"}),
+        ({"type": {"type": "string"}}, set()),
         ({}, ANY_TYPE),
         (True, ANY_TYPE),
         ({"enum": ["a", 1, 1.5, None, True, [], {}]}, ANY_TYPE),

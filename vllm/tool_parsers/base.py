@@ -74,6 +74,8 @@ class ReplyBuilder:
         self.num_calls = 0
         #: makes the id of a call that has none of its own; None leaves that to the API
         self.new_call_id = new_call_id
+        #: whether calls after the first are reported, or left out
+        self.parallel = True
         self._content = ""
         self._space = ""
         self._spoken = False
@@ -86,7 +88,7 @@ class ReplyBuilder:
         self._open = False
 
     def say(self, text: str) -> None:
-        """Add content."""
+        """Add content; a call before it that is not complete was not cut by the reply's end."""
         text = self._space + text
         if self.num_calls and not self._spoken:
             text = text.lstrip()
@@ -94,10 +96,12 @@ class ReplyBuilder:
         self._space = text[len(body) :]
         self._content += body
         self._spoken = self._spoken or bool(body)
+        self._open = self._open and not body
 
     def open_call(self, opening: str) -> None:
-        """What follows may be a call; `opening` is what of it was read."""
-        self._written = [opening]
+        """What follows may be a call; `opening` is what of it was read. A call before it that is
+        not complete was not cut by the reply's end."""
+        self._written, self._open = [opening], False
 
     def wrote(self, text: str) -> None:
         """More of what may be a call, exactly as the model wrote it."""
@@ -131,6 +135,8 @@ class ReplyBuilder:
         index = self.num_calls - 1
         if not self._open or index not in self._names or _is_json(self._arguments[index]):
             return
+        if index and not self.parallel:
+            return
         del self._names[index], self._ids[index], self._arguments[index]
         self.num_calls, self._open = index, False
         self.say("".join(self._written) + unread)
@@ -149,7 +155,7 @@ class ReplyBuilder:
         calls = tuple(
             CallDelta(index, self._names.get(index), arguments, self._ids.get(index))
             for index, arguments in self._arguments.items()
-            if arguments or index in self._names
+            if (arguments or index in self._names) and (self.parallel or not index)
         )
         delta = ToolDelta(self._content, calls)
         self._content, self._names, self._ids, self._arguments = "", {}, {}, {}

@@ -229,7 +229,11 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         allowed &= _types(_resolve(reference, root), root, depth + 1)
     if "type" in schema:
         named = schema["type"]
-        names = frozenset(named if isinstance(named, list) else [named])
+        names = frozenset(
+            name
+            for name in (named if isinstance(named, list) else [named])
+            if isinstance(name, str)
+        )
         allowed &= names | ({"integer"} if "number" in names else frozenset())
     if isinstance(values := schema.get("enum"), list):
         allowed &= frozenset(map(json_type, values))

@@ -17,7 +17,7 @@ from vllm.utils.class_registry import resolve_class
 from vllm.utils.options import merged
 
 #: old names of entries of `rope_parameters`
-_ROPE_DICT, _ROPE_ENTRY = "rope_scaling", "rope_theta"
+_ROPE_DICT, _ROPE_ENTRIES = "rope_scaling", ("rope_theta", "partial_rotary_factor")
 _MODELOPT_FILE = "hf_quant_config.json"
 #: keys that describe the checkpoint as a whole, never a part of it
 _TOP_ONLY = frozenset({"architectures", "model_type"})
@@ -30,8 +30,9 @@ def apply_overrides(config: PretrainedConfig, overrides: Mapping[str, Any]) -> N
     """
     text = config.get_text_config(decoder=True)
     wraps = text is not config
-    known, text_known = set(config.to_dict()), set(text.to_dict())
-    for key, value in _modern_rope(overrides, text_known).items():
+    known, text_fields = set(config.to_dict()), text.to_dict()
+    text_known = set(text_fields)
+    for key, value in _modern_rope(overrides, text_fields).items():
         in_text = wraps and key in text_known and key not in _TOP_ONLY
         if in_text:
             _merge_attribute(text, key, value)
@@ -41,20 +42,31 @@ def apply_overrides(config: PretrainedConfig, overrides: Mapping[str, Any]) -> N
         _fit_layer_types(text)
 
 
-def _modern_rope(overrides: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """`rope_scaling` and `rope_theta` under their present name, `rope_parameters`."""
+def _modern_rope(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling`, `rope_theta` and `partial_rotary_factor` under their present name,
+    `rope_parameters`. VLLMValidationError where the config has several rotations, by name, and
+    these are for none of them."""
     result = dict(overrides)
-    if "rope_parameters" not in known:
+    if "rope_parameters" not in fields:
         return result
     rope: dict[str, Any] = {}
     if isinstance(result.get(_ROPE_DICT), Mapping):
         rope.update(result.pop(_ROPE_DICT))
         if "type" in rope:
             rope.setdefault("rope_type", rope.pop("type"))
-    if _ROPE_ENTRY in result:
-        rope[_ROPE_ENTRY] = result.pop(_ROPE_ENTRY)
+    rope.update({key: result.pop(key) for key in _ROPE_ENTRIES if key in result})
     if rope:
         result["rope_parameters"] = merged(rope, result.get("rope_parameters", {}))
+    given, current = result.get("rope_parameters") or {}, fields["rope_parameters"] or {}
+    names = [name for name, entry in current.items() if isinstance(entry, Mapping)]
+    for_none = [key for key in given if key not in names]
+    if names and for_none:
+        raise VLLMValidationError(
+            f"hf_overrides: {', '.join(for_none)} must be given for one of the model's rotations, "
+            f'such as {{"rope_parameters": {{"{names[0]}": {{...}}}}}}; they are '
+            + ", ".join(names),
+            parameter="hf_overrides",
+        )
     return result
 
 

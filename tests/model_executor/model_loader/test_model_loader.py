@@ -115,8 +115,24 @@ def test_index_that_disagrees_with_its_files(checkpoint: Path) -> None:
         parameters(checkpoint)
 
 
-def test_unreadable_index(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors.index.json").write_text("{}")
+def test_a_whole_checkpoint_beside_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index of files that it replaces by one; it reads that one."""
+    one, other = (tmp_path / f"{name}.safetensors" for name in ("model", "model-00001-of-00001"))
+    for path in (one, other):
+        save_file({path.name: torch.zeros(1)}, path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {other.name: other.name}}))
+    assert safetensors_files(tmp_path) == {one: None}
+    assert safetensors_files(tmp_path, ["model.safetensors"]) == {other: [other.name]}
+    other.unlink()
+    assert safetensors_files(tmp_path) == {one: None}
+    index.write_text(json.dumps({"weight_map": {one.name: one.name}}))
+    assert safetensors_files(tmp_path) == {one: [one.name]}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_unreadable_index(checkpoint: Path, text: str) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match="not a safetensors index"):
         parameters(checkpoint)
 

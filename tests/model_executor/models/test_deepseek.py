@@ -13,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model_executor.harness import Chunk, Harness
+from tests.tiny_configs import CONFIGS
 from tests.tiny_models import hf_reference_logits, make_tiny, tiny_model
 from vllm import decisions
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models import deepseek_v3
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2DecoderLayer
-from vllm.model_executor.models.deepseek_v3 import rope_and_scale
+from vllm.model_executor.models.deepseek_v3 import DeepseekV3DecoderLayer, rope_and_scale
 
 FAMILY = "deepseek_v3"
 IDS = list(range(40, 77))
@@ -63,6 +65,27 @@ def test_tensors_have_the_names_of_released_checkpoints() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("layer", "family", "field", "value"),
+    [
+        (DeepseekV3DecoderLayer, FAMILY, "scoring_func", "softmax"),
+        (DeepseekV3DecoderLayer, FAMILY, "topk_method", "greedy"),
+        (DeepseekV3DecoderLayer, FAMILY, "moe_layer_freq", 2),
+        (DeepseekV2DecoderLayer, "deepseek_v2", "scoring_func", "sigmoid"),
+        (DeepseekV2DecoderLayer, "deepseek_v2", "moe_layer_freq", 2),
+        (DeepseekV2DecoderLayer, "deepseek_v2", "topk_method", "noaux_tc"),
+        (DeepseekV2DecoderLayer, "deepseek_v2", "norm_topk_prob", True),
+    ],
+)
+def test_experts_of_other_rules_are_refused(
+    layer: type[DeepseekV3DecoderLayer], family: str, field: str, value: Any
+) -> None:
+    config = CONFIGS[family]()
+    setattr(config, field, value)
+    with pytest.raises(VLLMValidationError, match=f"{field}.* is not supported; "):
+        layer.mixture(config, "model.layers.1.mlp")
+
+
 def test_layers_that_draft_are_not_loaded(tmp_path: Path) -> None:
     path = make_tiny(FAMILY, tmp_path)
     tensors = load_file(path / "model.safetensors")
@@ -97,20 +120,6 @@ def test_the_comparison_notices(what: str, instead: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(deepseek_v3, what, instead)
     found = Harness(tiny_model(FAMILY)).logits([Chunk(0, 0, IDS)])
     assert (found - expected).abs().max() > 1e-3 * expected.std()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"topk_method": "noaux_tc"}, "'noaux_tc' is not supported; supported: greedy, group"),
-        ({"norm_topk_prob": True}, "norm_topk_prob is not supported"),
-    ],
-)
-def test_other_routings_of_v2_are_refused(fields: dict[str, Any], message: str) -> None:
-    config = SimpleNamespace(topk_method="greedy", norm_topk_prob=False)
-    vars(config).update(fields)
-    with pytest.raises(ValueError, match=message):
-        DeepseekV2DecoderLayer.mixture(config, "layer.mlp")  # type: ignore[arg-type]
 
 
 def test_both_choices_of_experts_of_v2(tmp_path: Path) -> None:

@@ -67,6 +67,22 @@ def test_every_problem_in_one_error() -> None:
     )
 
 
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_one_of_two_tensors_for_a_part_is_surplus(whole_first: bool) -> None:
+    """The later one was used: of a layer fused and in parts, and of two names for one parameter."""
+    whole = {"mlp.gate_up.weight": torch.zeros(4, 3)}
+    weights = {**whole, **tensors()} if whole_first else {**tensors(), **whole}
+    with pytest.raises(WeightsError) as caught:
+        load(Toy(), weights)
+    surplus = {"mlp.gate.weight", "mlp.up.weight"} if whole_first else {"mlp.gate_up.weight"}
+    assert {one.split()[1] for one in caught.value.problems} == surplus
+    assert all(one.startswith("surplus: ") for one in caught.value.problems)
+    loader = AutoWeightsLoader(Toy(), fused=FUSED)
+    mapper = WeightsMapper(orig_to_new_prefix={"final_norm": "norm"})
+    with pytest.raises(WeightsError, match=r"1 problem\(s\)\s+surplus: norm \[3\] beside norm"):
+        loader.load_weights({**tensors(), "final_norm": torch.zeros(3)}.items(), mapper=mapper)
+
+
 def test_long_lists_are_cut() -> None:
     surplus = {f"extra.{i}": torch.zeros(1) for i in range(30)}
     with pytest.raises(WeightsError, match=r"30 problem\(s\)[^$]*extra\.19[^$]*and 10 more") as e:

@@ -25,6 +25,9 @@ REFUSED = {
     "dependentRequired": {"type": "object", "dependentRequired": {"a": ["b"]}},
     "deep inside": {"properties": {"a": {"type": "array", "items": {"not": INT}}}},
     "inside a definition": {"$ref": "#/$defs/x", "$defs": {"x": {"not": INT}}},
+    "inside what a reference names": {
+        "$ref": "#/components/a",
+        "components": {"a": {"items": {"$ref": "#/components/b"}}, "b": {"not": INT}}},
     "allOf": {"allOf": [{"required": ["a"]}, {"type": "object"}]},
     "enum beside const": {"enum": [1], "const": 1},
     "anyOf beside minimum": {"anyOf": [INT], "minimum": 3},
@@ -51,6 +54,8 @@ REFUSED = {
     "undefined required": {"type": "object", "properties": {"a": INT}, "required": ["b"]},
     "patternProperties beside": {"type": "object", "properties": {"a": INT},
                                  "patternProperties": {"a": {"type": "string"}}},
+    "a name with an escape beside others": {"type": "object", "properties": {'x"y': INT},
+                                            "additionalProperties": INT},
     "unknown type": {"type": "whole"},
     "endless object": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
     "endless array": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
@@ -96,8 +101,14 @@ ACCEPTED = {
               "minItems": 2},
     "const": {"const": {"a": [1, "x"]}},
     "reference to an integer": {"type": "integer", "$ref": "#/$defs/x", "$defs": {"x": INT}},
+    "references elsewhere": {
+        "$ref": "#/components/a",
+        "components": {"a": {"type": "object", "properties": {"b": {"$ref": "#/components/b"}},
+                             "required": ["b"], "additionalProperties": False}, "b": INT}},
     "allOf one": {"allOf": [{"$ref": "#/$defs/x"}], "description": "d", "$defs": {"x": INT}},
     "false keywords": {"type": "array", "items": INT, "uniqueItems": False, "maxItems": 2},
+    "a name with an escape": {"type": "object", "properties": {'x"\\y': INT}, "required": ['x"\\y'],
+                              "additionalProperties": False},
     "a property named not": {"type": "object", "properties": {"not": INT}, "required": ["not"]},
 }  # fmt: skip
 

@@ -110,14 +110,12 @@ class ReplySplitter:
 
     def __init__(
         self,
-        choice: ToolChoice,
         reasoning: ReasoningParser | None,
         tool: ToolParser | None,
         include_reasoning: bool,
     ) -> None:
         self._reasoning = reasoning
         self._tool = tool
-        self._parallel = choice.parallel
         self._include_reasoning = include_reasoning
         #: whether a call was reported
         self.called = False
@@ -135,8 +133,6 @@ class ReplySplitter:
         if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
             content, calls = found.content, found.calls
-            if calls and not self._parallel:
-                calls = tuple(call for call in calls if call.index == 0)
             self.called = self.called or bool(calls)
         return ReplyDelta(reasoning if self._include_reasoning else "", content, calls)
 
@@ -161,9 +157,11 @@ def make_splitter(
         tool = NamedCallParser(choice.tools, choice.name)
     if reasoning is None and tool is None:
         return None
-    if tool is not None and parsers.tool is not None:
-        tool.reply.new_call_id = parsers.tool.new_call_id
-    return ReplySplitter(choice, reasoning, tool, include_reasoning)
+    if tool is not None:
+        tool.reply.parallel = choice.parallel
+        if parsers.tool is not None:
+            tool.reply.new_call_id = parsers.tool.new_call_id
+    return ReplySplitter(reasoning, tool, include_reasoning)
 
 
 def call_object(call: CallDelta) -> dict[str, Any]:

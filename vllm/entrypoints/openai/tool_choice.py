@@ -13,6 +13,8 @@ from vllm.sampling_params import StructuredOutputsParams
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 #: their values are data, not schemas
 _DATA_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
+#: their values are schemas by names, which may be those of keywords
+_HOLDS_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
 class ToolMode(enum.Enum):
@@ -147,10 +149,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(part, root) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {
-        key: value if key in _DATA_KEYWORDS else _moved(value, root)
-        for key, value in schema.items()
-    }
+    moved = {}
+    for key, value in schema.items():
+        if key in _HOLDS_NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(part, root) for name, part in value.items()}
+        else:
+            moved[key] = value if key in _DATA_KEYWORDS else _moved(value, root)
     reference = moved.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = root + reference[1:]

@@ -48,30 +48,35 @@ def checkpoint_dir(
 
 
 def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> FilePlan:
-    """The files to read: what the index names, else `model.safetensors`, which is then the whole
-    checkpoint, else every safetensors file.
+    """The files to read: `model.safetensors`, which is the whole checkpoint unless the index names
+    it, else what the index names, else every safetensors file.
 
     Raises ValueError when there is none, when the index is unreadable or names an absent file, and
     when two files have a tensor of one name.
     """
-    index = directory / INDEX_NAME
-    if index.is_file():
-        return _indexed_files(index)
     files = [
         path
         for path in sorted(directory.glob("*.safetensors"))
         if not any(fnmatch(path.name, pattern) for pattern in ignore_patterns)
     ]
+    index, whole = directory / INDEX_NAME, directory / WHOLE_NAME
+    indexed = _indexed_files(index) if index.is_file() else {}
+    if whole in files and whole not in indexed:
+        left_out = [path.name for path in (*indexed, *files) if path != whole]
+        if left_out:
+            why = f"unless {INDEX_NAME} names it, it is the whole checkpoint, as for transformers"
+            instead = f"reading {', '.join(dict.fromkeys(left_out))}"
+            decisions.record("checkpoint files", WHOLE_NAME, why, instead)
+        return {whole: None}
+    absent = [path.name for path in indexed if not path.is_file()]
+    if absent:
+        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
+    if indexed:
+        return indexed
     if not files:
         others = sorted(path.name for path in directory.glob("*.bin"))
         found = f"found only {', '.join(others)}; convert them" if others else "found none"
         raise VLLMValidationError(f"{directory}: no *.safetensors file ({found})")
-    whole = directory / WHOLE_NAME
-    if whole in files and len(files) > 1:
-        left_out = ", ".join(path.name for path in files if path != whole)
-        why = f"without {INDEX_NAME} it is the whole checkpoint, as for transformers"
-        decisions.record("checkpoint files", WHOLE_NAME, why, f"reading {left_out} too")
-        files = [whole]
     if len(files) > 1:
         _check_apart(files)
     return {path: None for path in files}
@@ -91,18 +96,17 @@ def _check_apart(files: Sequence[Path]) -> None:
 
 
 def _indexed_files(index: Path) -> FilePlan:
+    """Raises ValueError for what is no index with names of tensors and of their files."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
-        raise VLLMValidationError(f"{index}: not a safetensors index ({error})") from error
+        owners = [(name, index.parent / file) for name, file in sorted(weight_map.items())]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise VLLMValidationError(f"{index}: not a safetensors index ({error!r})") from error
     plan: dict[Path, list[str] | None] = {}
-    for name, file in sorted(weight_map.items()):
-        names = plan.setdefault(index.parent / file, [])
+    for name, path in owners:
+        names = plan.setdefault(path, [])
         assert names is not None
         names.append(name)
-    absent = [path.name for path in plan if not path.is_file()]
-    if absent:
-        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
     return plan
 
 

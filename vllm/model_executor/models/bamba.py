@@ -29,7 +29,7 @@ class BambaDecoderLayer(DecoderLayer):
             self.mamba = Mamba2(mamba2_shape(config), f"{prefix}.mamba", quant_config=quant_config)
         else:
             shape = llama.attention_shape(config)
-            rope = rotary(vllm_config, shape.head_dim)
+            rope = rotary(vllm_config, shape.head_dim, may_be_partial=True)
             self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = gated_mlp(vllm_config, f"{prefix}.mlp", bias=config.mlp_bias)

@@ -10,6 +10,7 @@ from vllm.model_executor.models.deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3ForCausalLM,
 )
+from vllm.model_executor.models.utils import serves_only
 
 #: `topk_method` -> whether experts are chosen in the best groups only
 _METHODS = {"greedy": False, "group_limited_greedy": True}
@@ -24,14 +25,11 @@ class DeepseekV2DecoderLayer(DeepseekV3DecoderLayer):
 
     @staticmethod
     def mixture(config: PretrainedConfig, prefix: str) -> MixtureShape:
+        serves_only(config, scoring_func="softmax", moe_layer_freq=1, norm_topk_prob=False)
         if config.topk_method not in _METHODS:
             raise VLLMValidationError(
                 f"{prefix}: topk_method {config.topk_method!r} is not supported; supported: "
                 f"{', '.join(_METHODS)}"
-            )
-        if config.norm_topk_prob:
-            raise VLLMValidationError(
-                f"{prefix}: norm_topk_prob is not supported; released checkpoints have false"
             )
         grouped = _METHODS[config.topk_method]
         return MixtureShape(

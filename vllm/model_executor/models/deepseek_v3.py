@@ -22,7 +22,7 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
-from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, serves_only
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -127,6 +127,7 @@ class DeepseekV3DecoderLayer(DecoderLayer):
     @staticmethod
     def mixture(config: PretrainedConfig, prefix: str) -> MixtureShape:
         """Of a layer with experts; ValueError for one that is not supported."""
+        serves_only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
         return mixture_shape(config, config.n_routed_experts)
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:

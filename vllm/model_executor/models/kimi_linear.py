@@ -18,7 +18,7 @@ from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
-from vllm.model_executor.models.utils import extract_layer_index, gated_mlp
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, serves_only
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -33,12 +33,18 @@ def delta_attention_shape(config: PretrainedConfig) -> KimiDeltaAttentionShape:
     )
 
 
+def check(config: PretrainedConfig) -> None:
+    """Raises VLLMValidationError for what fields of released configs could say and do not."""
+    serves_only(config, moe_router_activation_func="sigmoid", mla_use_nope=True, moe_layer_freq=1)
+
+
 class KimiLinearDecoderLayer(DecoderLayer):
     """Delta or latent attention, then experts or a gated MLP, as the config lists."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        check(config)
         quant_config = vllm_config.quant_config
         index, name = extract_layer_index(prefix), f"{prefix}.self_attn"
         kind = config.layer_types[index]

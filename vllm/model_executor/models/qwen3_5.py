@@ -59,7 +59,7 @@ class Qwen3_5DecoderLayer(DecoderLayer):
                 delta_net_shape(config), f"{prefix}.linear_attn", quant_config=quant_config
             )
         elif kind == "full_attention":
-            rope = rotary(vllm_config, config.head_dim)
+            rope = rotary(vllm_config, config.head_dim, may_be_partial=True)
             self.self_attn = SelfAttention(
                 attention_shape(config), rope, f"{prefix}.self_attn", quant_config
             )

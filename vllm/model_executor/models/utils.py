@@ -2,7 +2,7 @@
 """Small helpers of the model files."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.distributed.pipeline_partition import choose_partition
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -48,10 +49,32 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rotary(vllm_config: VllmConfig, head_dim: int) -> RotaryEmbedding:
-    """The rotation of heads of `head_dim`, of families where all layers have one."""
+def serves_only(config: PretrainedConfig, **served: Any) -> None:
+    """Raises VLLMValidationError for a field that the config has with another value than this."""
+    given = config.to_dict()
+    for name, value in served.items():
+        found = given.get(name)
+        if found is not None and found != value:
+            raise VLLMValidationError(
+                f"{name} {found!r} is not supported; supported: {value!r}", "model"
+            )
+
+
+def rotary(
+    vllm_config: VllmConfig, head_dim: int, *, may_be_partial: bool = False
+) -> RotaryEmbedding:
+    """The rotation of heads of `head_dim`, of families where all layers have one.
+
+    Raises VLLMValidationError for one of a part of each head, unless it `may_be_partial`: in
+    transformers some families turn such a part, and others all of the head.
+    """
     model = vllm_config.model_config
-    rope = model.hf_text_config.rope_parameters
+    rope = model.hf_text_config.rope_parameters or {}
+    part = rope.get("partial_rotary_factor")
+    if part not in (None, 1.0) and not may_be_partial:
+        raise VLLMValidationError(
+            f"partial_rotary_factor {part} is not supported by this family; supported: 1.0", "model"
+        )
     return get_rope(head_dim, model.max_model_len, rope_parameters=rope)
 
 

@@ -203,7 +203,7 @@ class AutoWeightsLoader:
         problems: list[str] = []
         skipped = dict.fromkeys(self._skips, 0)
         buffers = 0
-        loaded: dict[str, set[str]] = {}
+        loaded: dict[str, dict[Any, str]] = {}
         for name, tensor in mapper.apply(weights) if mapper else weights:
             prefix = next((p for p in self._skips if name.startswith(p)), None)
             if prefix is not None:
@@ -218,7 +218,11 @@ class AutoWeightsLoader:
             if target not in self._params:
                 problems.append(f"surplus: {name} {list(tensor.shape)}")
                 continue
-            loaded.setdefault(target, set()).add(name)
+            parts = loaded.setdefault(target, {})
+            if (other := _same_part(parts, shard_id)) is not None:
+                problems.append(f"surplus: {name} {list(tensor.shape)} beside {other}")
+                continue
+            parts[shard_id] = name
             try:
                 self._load(self._params[target], tensor, shard_id)
             except WeightShapeError as error:
@@ -262,13 +266,13 @@ class AutoWeightsLoader:
                 return (target, shard_id) if target in self._params else (name, None)
         return name, None
 
-    def _missing(self, loaded: Mapping[str, set[str]]) -> list[str]:
+    def _missing(self, loaded: Mapping[str, Mapping[Any, str]]) -> list[str]:
         """Checkpoint names that were needed and did not come."""
         missing = []
         for target, param in self._params.items():
             if get_weight_attr(param, "optional", False):
                 continue
-            sources = loaded.get(target, set())
+            sources = set(loaded.get(target, {}).values())
             needed = self._stacked.sources(target, whole=target in sources)
             if target not in sources:
                 needed = needed or self._sources(target) or [target]
@@ -285,6 +289,18 @@ class AutoWeightsLoader:
             if any(param == part for param, _ in places)
         ]
         return [name for name in names if self._resolve(name)[0] == target]
+
+
+def _of_shared_expert(shard_id: Any) -> bool:
+    return isinstance(shard_id, tuple) and shard_id[0] == SHARED_EXPERT
+
+
+def _same_part(parts: Mapping[Any, str], shard_id: Any) -> str | None:
+    """Of the tensors that came for a parameter, the one that is this shard already, or a whole that
+    it is of. A shared expert comes besides a whole of the routed ones."""
+    if shard_id is None:
+        return next((name for part, name in parts.items() if not _of_shared_expert(part)), None)
+    return parts.get(shard_id, None if _of_shared_expert(shard_id) else parts.get(None))
 
 
 def record_unused(counts: Mapping[str, int], reasons: Mapping[str, str]) -> None:

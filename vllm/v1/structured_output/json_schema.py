@@ -53,6 +53,8 @@ _OBJECT = (
     "maxProperties",
     "unevaluatedProperties",
 )
+#: what allows properties besides the named ones
+_MORE_PROPERTIES = ("additionalProperties", "unevaluatedProperties")
 _ARRAY = ("items", "prefixItems", "minItems", "maxItems", "unevaluatedItems")
 _STRING = ("pattern", "minLength", "maxLength")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -86,27 +88,43 @@ class _Checker:
         self._root = root
 
     def check(self) -> None:
-        for path, schema in self._schemas(self._root, "#", 0):
-            if isinstance(schema, dict):
-                self._check_one(path, schema)
-        self._check_ends()
+        schemas = self._schemas()
+        for path, schema in schemas:
+            self._check_one(path, schema)
+        self._check_ends({schema["$ref"] for _, schema in schemas if "$ref" in schema})
 
-    def _schemas(self, schema: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
-        """Every schema of the document with its place, itself first."""
+    def _schemas(self) -> list[tuple[str, dict[str, Any]]]:
+        """Every schema with its place: those of the document, itself first, and then those that
+        references name elsewhere in it."""
+        found: list[tuple[str, dict[str, Any]]] = []
+        seen: set[int] = set()
+        starts = [("#", self._root)]
+        for start, schema in starts:
+            for path, inner in self._inside(schema, start, 0, seen):
+                found.append((path, inner))
+                if "$ref" in inner:
+                    starts.append((inner["$ref"], self._resolve(path, inner["$ref"])))
+        return found
+
+    def _inside(
+        self, schema: Any, path: str, depth: int, seen: set[int]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """`schema` and every schema inside it, without those in `seen`, which grows."""
         if depth > MAX_DEPTH:
             raise ValueError(f"{path}: schemas may be nested {MAX_DEPTH} deep")
-        yield path, schema
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or id(schema) in seen:
             return
+        seen.add(id(schema))
+        yield path, schema
         for key, value in schema.items():
             if key in _HOLDS_ONE:
-                yield from self._schemas(value, f"{path}/{key}", depth + 1)
+                yield from self._inside(value, f"{path}/{key}", depth + 1, seen)
             elif key in _HOLDS_NAMED and isinstance(value, dict):
                 for name, child in value.items():
-                    yield from self._schemas(child, f"{path}/{key}/{name}", depth + 1)
+                    yield from self._inside(child, f"{path}/{key}/{name}", depth + 1, seen)
             elif key in _HOLDS_LIST and isinstance(value, list):
                 for index, child in enumerate(value):
-                    yield from self._schemas(child, f"{path}/{key}/{index}", depth + 1)
+                    yield from self._inside(child, f"{path}/{key}/{index}", depth + 1, seen)
 
     # ---- one schema ----------------------------------------------------------------------------
 
@@ -191,13 +209,8 @@ class _Checker:
 
     # ---- an end to every text ------------------------------------------------------------------
 
-    def _check_ends(self) -> None:
+    def _check_ends(self, references: set[str]) -> None:
         """A least fixpoint over the references: which have a finite text."""
-        references = {
-            schema["$ref"]
-            for _, schema in self._schemas(self._root, "#", 0)
-            if isinstance(schema, dict) and "$ref" in schema
-        }
         if len(references) > MAX_REFERENCES:
             raise ValueError(f"the schema has more than {MAX_REFERENCES} different $ref")
         ends: set[str] = set()
@@ -304,6 +317,14 @@ def _check_object(path: str, schema: dict[str, Any]) -> None:
     unknown = [name for name in required if name not in properties]
     if unknown:
         raise ValueError(f"{path}: required names {unknown[0]!r}, which properties does not define")
+    open_to = next((key for key in _MORE_PROPERTIES if schema.get(key, False) is not False), None)
+    escaped = [name for name in properties if not _ESCAPED_IN_JSON.isdisjoint(name)]
+    if open_to is not None and escaped:
+        # The compiler's names of others than these would hold such characters as they are.
+        raise ValueError(
+            f"{path}: {open_to} cannot be combined with the property {escaped[0]!r}, whose name "
+            "JSON writes with an escape; rename it, or leave no other properties"
+        )
     for key in ("propertyNames", "patternProperties"):
         if properties and key in schema:
             raise ValueError(f"{path}: properties and {key} cannot be combined; use one of them")
