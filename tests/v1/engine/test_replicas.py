@@ -214,10 +214,11 @@ def test_all_sleep_or_none(pair: Pair) -> None:
         with pytest.raises(Exception, match="replica 1: .*no sleep tonight"):
             await engine.sleep(1)
         assert not await engine.is_sleeping()
-        assert await engine.collective_rpc("times_awoken") == [before[0] + 1, before[1]]
+        assert await engine.collective_rpc("times_awoken") == [n + 1 for n in before]
         await engine.collective_rpc("keep_awake", args=(-1,))
         params = SamplingParams(max_tokens=3, ignore_eos=True)
-        await collect(engine, "a", [30, 31], params, 0)
+        for rank in (0, 1):
+            await collect(engine, f"awake{rank}", [30, 31], params, rank)
 
     pair.run(main)
 
