@@ -289,6 +289,8 @@ def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
             await asleep
             results = await asyncio.gather(*streams)
             assert await engine.is_sleeping()
+            with pytest.raises(EngineSleepingError):  # not as a bad placement
+                await anext(engine.generate(prompts[0], SamplingParams(placement="all-gdn"), "p"))
             await engine.wake_up()
             for prompt, (tokens, reason) in zip(prompts, results, strict=True):
                 whole = expected_tokens(prompt, params)
