@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -22,6 +23,14 @@ logger = init_logger(__name__)
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
 ASLEEP = "the engine sleeps and takes no requests; wake it up first"
+
+
+@dataclass(frozen=True)
+class SleepState:
+    """The tags of what sleeps of a core, and at which level; nothing by default."""
+
+    level: int = 0
+    asleep: frozenset[str] = frozenset()
 
 
 def check_sleep(vllm_config: VllmConfig, level: int) -> None:
