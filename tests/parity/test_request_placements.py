@@ -209,6 +209,9 @@ def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:
     supernet.assert_equals(outputs[1], "fast")
     supernet.assert_equals(outputs[2], "all-swa")
     assert llm.collective_rpc("get_layer_placements") == [{0: "kda", 1: "kda"}]
+    llm.change_placement("careful")
+    supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], "careful")
+    assert llm.explain().groups
     llm.change_placement("all-attention")
 
 

@@ -90,6 +90,11 @@ class FrontEnd:
             self.note_sleep(state.level)
         self.note_wake_up(set(TAGS) - state.asleep)
 
+    def placement_of(self, asked: Placement) -> Placement:
+        """What is asked for, or what it is an alias of."""
+        aliases = self.model_config.placement_aliases
+        return aliases.get(asked, asked) if isinstance(asked, str) else asked
+
     def show_placement(self, placement: Placement, change: PlacementChange) -> None:
         """From now on the configuration describes another placement."""
         cache = self.vllm_config.cache_config

@@ -231,6 +231,7 @@ class LLMEngine:
 
     def change_placement(self, placement: Placement) -> list[dict[int, str]]:
         """See `LLM.change_placement`."""
+        placement = self._front_end.placement_of(placement)
         several = self.engine_core.router is not None
         if several and self.has_unfinished_requests():
             raise busy()
