@@ -251,6 +251,22 @@ def test_a_killed_process_takes_only_its_own_requests_with_it(server: Server) ->
         assert server.post(COMPLETIONS, prompt="a", max_tokens=2).status_code == 200
 
 
+def test_a_process_that_starts_while_a_part_sleeps_wakes_up_with_the_others(
+    server: Server,
+) -> None:
+    with server.client() as client:
+        assert client.post("/sleep", params={"level": 1}).status_code == 200
+        assert client.post("/wake_up", params={"tags": "weights"}).status_code == 200
+        victim = server.serving()[0]
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(server.serving()) == 3 and victim not in server.serving())
+        for _ in range(9):
+            assert server.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert client.post("/wake_up", params={"tags": "kv_cache"}).status_code == 200
+    for _ in range(12):
+        assert server.get("/is_sleeping").json() == {"is_sleeping": False}
+
+
 def test_each_process_listens_at_its_own_socket_alone(server: Server) -> None:
     processes = [psutil.Process(pid) for pid in server.serving()]
     (fork_server,) = {one.ppid() for one in processes}

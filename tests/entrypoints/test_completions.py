@@ -327,6 +327,17 @@ async def test_engine_arguments(client: httpx.AsyncClient, engine: FakeAsyncLLM)
     assert kwargs["priority"] == -3 and kwargs["cache_salt"] == "salt"
 
 
+async def test_the_header_of_a_replica(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
+    for rank in ("0", "007", "1.5", "-1", "", "\xb2", "9" * 5000):
+        headers = {"X-data-parallel-rank": rank.encode("latin-1")}
+        reply = await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+        if rank[-1:] in ("0", "7"):
+            assert engine.calls[-1].kwargs["data_parallel_rank"] == int(rank)
+            continue
+        assert reply.status_code == 400, rank
+        assert reply.json()["error"]["param"] == "X-data-parallel-rank"
+
+
 async def test_placements(client: httpx.AsyncClient, engine: FakeAsyncLLM) -> None:
     for placement in ("all-gdn", ["gdn", "kda"], None):
         await complete(client, prompt="hi", placement=placement)

@@ -90,6 +90,8 @@ def draw_options(
         options["tier"] = _draw_tier(own)
     if ranks and own.random() < 0.3:
         options["tensor_parallel_size"] = 2
+    elif ranks and own.random() < 0.3:
+        options["data_parallel_size"] = 2
     return options
 
 

@@ -16,8 +16,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError, EngineSleepingError
 from vllm.v1.metrics.reader import Gauge
 
-#: gauges of a core without requests, pins included once their time is over
-_IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+#: gauges of cores without requests, pins included once their time is over
+_IDLE = (
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "replica_waiting_tokens",
+)
 
 
 class ServedSession(Session):
@@ -111,12 +116,8 @@ class ServedSession(Session):
     async def _check_idle(self) -> None:
         """Nothing runs, waits or holds memory, and the last pin ends by itself."""
         for _ in range(100):
-            gauges = {
-                metric.name.removeprefix("vllm:"): metric.value
-                for metric in self._engine.get_metrics()
-                if isinstance(metric, Gauge)
-            }
-            busy = {name: gauges[name] for name in _IDLE if gauges[name]}
+            gauges = [one for one in self._engine.get_metrics() if isinstance(one, Gauge)]
+            busy = [one for one in gauges if one.name.removeprefix("vllm:") in _IDLE and one.value]
             if not busy:
                 break
             await asyncio.sleep(0.05)

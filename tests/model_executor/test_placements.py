@@ -31,6 +31,7 @@ def test_forms(placement, names):
         (["gdn"] * 5, "it names 5 layers, but the model has 6"),
         ("gdn,kda", "it names 2 layers"),
         ("every0th-gdn", "it names 1 layers.*; give a name for each, or all-X"),
+        (f"every{'9' * 5000}th-gdn", "it names 1 layers"),
         ([1] * 6, "expected a list of names"),
         ({"0": "gdn"}, "expected a list of names"),
     ],

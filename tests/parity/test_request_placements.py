@@ -209,6 +209,9 @@ def test_a_change_of_the_engines_own(supernet: Supernet, llm: LLM) -> None:
     supernet.assert_equals(outputs[1], "fast")
     supernet.assert_equals(outputs[2], "all-swa")
     assert llm.collective_rpc("get_layer_placements") == [{0: "kda", 1: "kda"}]
+    llm.change_placement("careful")
+    supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], "careful")
+    assert llm.explain().groups
     llm.change_placement("all-attention")
 
 
@@ -267,6 +270,27 @@ def test_a_change_beside_what_runs(supernet: Supernet, monkeypatch: pytest.Monke
     llm.change_placement("all-attention")
     supernet.assert_equals(run(llm, [None], PROMPTS[:1])[0], None)
     engine.engine_core.shutdown()
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+def test_ranks_and_replicas(supernet: Supernet, layout: dict[str, int]) -> None:
+    """Placements without an alias take each other's place on all of them; a change and a sleep
+    reach all."""
+    llm = make(supernet.path, **layout, max_request_placements=1, enable_sleep_mode=True)
+    try:
+        asked = ["fast", None, "kda,sliding_window", "careful", "attention,gdn", "all-swa"]
+        outputs = run(llm, asked, [PROMPTS[1]] * len(asked))
+        for output, one in zip(outputs, asked, strict=True):
+            supernet.assert_equals(output, one)
+        assert llm.change_placement("careful") == [{0: "attention", 1: "kda"}] * 2
+        llm.sleep(2)
+        llm.wake_up()
+        for output in run(llm, [None, "careful"], [PROMPTS[1]] * 2):
+            supernet.assert_equals(output, "careful")
+        supernet.assert_equals(run(llm, ["attention,gdn"], [PROMPTS[0]])[0], "attention,gdn")
+    finally:
+        llm.shutdown()
 
 
 def test_explain_knows_the_pages(llm: LLM) -> None:

@@ -302,7 +302,7 @@ class LLM(LLMRefusals):
 
     def change_placement(self, placement: Sequence[str] | str) -> list[dict[int, str]]:
         """Use other mixers of a supernet: a name for each layer, or `all-X`, `everyNth-X`,
-        `bookend-attn-X`. Returns them by layer, from every worker.
+        `bookend-attn-X`, or an alias. Returns them by layer, from every worker.
 
         All state is dropped; weights of the mixers in use are on the device, others in host memory,
         and memory is planned for the former. Raises `VLLMValidationError` for a placement that the

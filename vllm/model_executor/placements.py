@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
-_EVERY = re.compile(r"every(\d+)(?:st|nd|rd|th)-(.+)")
+_EVERY = re.compile(r"every(\d{1,9})(?:st|nd|rd|th)-(.+)")
 
 Placement = Sequence[str] | str
 

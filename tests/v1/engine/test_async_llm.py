@@ -132,6 +132,27 @@ def test_metrics_count_who_was_aborted_and_who_left():
     asyncio.run(main())
 
 
+def test_usage_is_told_after_a_reset_that_ends_pins():
+    """Also by a core that has nothing else to do."""
+
+    async def main():
+        async with running(log_stats=True) as engine:
+            prompt = {"prompt_token_ids": prompt_of(0, 40), "cache_pin_seconds": 300.0}
+            await collect(engine, "a", prompt, SamplingParams(max_tokens=2))
+
+            def usage() -> float:
+                found = re.findall(rb"kv_cache_usage_perc\{.*\} (\S+)", engine.metrics_text())
+                return float(found[0])
+
+            assert usage() > 0
+            assert await engine.reset_prefix_cache() is True
+            async with asyncio.timeout(20):
+                while usage():
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
 def test_abort_ends_the_stream():
     async def main():
         async with running(additional_config={"step_s": 0.05}) as engine:

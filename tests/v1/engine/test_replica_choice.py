@@ -26,8 +26,11 @@ BLOCK = 16
 CHAINS = PromptChains(BLOCK)
 
 
-def work_of(tokens: list[int], max_tokens: int = 16, salt: str | None = None) -> Work:
-    request = EngineCoreRequest("r", tokens, SamplingParams(), 0.0, cache_salt=salt)
+def work_of(
+    tokens: list[int], max_tokens: int = 16, salt: str | None = None, placement: str | None = None
+) -> Work:
+    params = SamplingParams(placement=placement)
+    request = EngineCoreRequest("r", tokens, params, 0.0, cache_salt=salt)
     return Work(CHAINS.of(request), len(tokens), max_tokens)
 
 
@@ -115,6 +118,15 @@ def test_salts_part_equal_prompts() -> None:
     plain, salted, again = (work_of(prompt, salt=salt).chain for salt in (None, "a", "a"))
     assert not set(plain.tolist()) & set(salted.tolist())
     assert salted.tolist() == again.tolist() and len(salted) == 4 and salted.all()
+
+
+def test_placements_of_a_supernet_part_equal_prompts() -> None:
+    """The prefix cache finds for a request what requests of its placement computed."""
+    engine, prompt = Engine(2), tokens_of(0, 64)
+    engine.run(work_of(prompt, placement="fast"), pinned=0)
+    for placement, salt in ((None, None), ("good", None), ("fast", "a"), ("good", "fast")):
+        assert engine.chooser.choose(work_of(prompt, 16, salt, placement), 0).hit_tokens == 0
+    assert engine.chooser.choose(work_of(prompt, placement="fast")).reason == "prefix"
 
 
 def test_keys_are_the_same_in_all_processes() -> None:

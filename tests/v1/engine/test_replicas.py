@@ -112,7 +112,7 @@ async def collect(
     return [output async for output in stream]
 
 
-def counted(engine: AsyncLLM, name: str) -> dict[str, int]:
+def counted(engine: AsyncLLM | LLMEngine, name: str) -> dict[str, int]:
     """A counter's sum for each replica."""
     counts: dict[str, int] = {}
     for metric in engine.get_metrics():
@@ -214,10 +214,34 @@ def test_all_sleep_or_none(pair: Pair) -> None:
         with pytest.raises(Exception, match="replica 1: .*no sleep tonight"):
             await engine.sleep(1)
         assert not await engine.is_sleeping()
-        assert await engine.collective_rpc("times_awoken") == [before[0] + 1, before[1]]
+        assert await engine.collective_rpc("times_awoken") == [n + 1 for n in before]
         await engine.collective_rpc("keep_awake", args=(-1,))
         params = SamplingParams(max_tokens=3, ignore_eos=True)
-        await collect(engine, "a", [30, 31], params, 0)
+        for rank in (0, 1):
+            await collect(engine, f"awake{rank}", [30, 31], params, rank)
+
+    pair.run(main)
+
+
+def test_aborted_requests_are_counted_where_they_ran(pair: Pair) -> None:
+    """Whoever ends them: an abort of several at once, or a client that leaves."""
+
+    async def main(engine: AsyncLLM) -> None:
+        before = counted(engine, "vllm:request_success")
+        params = SamplingParams(max_tokens=450, ignore_eos=True, n=2)
+        ranks = (0, 1, 1, 1)
+        streams = [
+            engine.generate(prompt_of(i, 20), params, f"r{i}", data_parallel_rank=rank)
+            for i, rank in enumerate(ranks)
+        ]
+        for stream in streams:
+            await anext(stream)
+        await streams[3].aclose()
+        await engine.abort([f"r{i}" for i in range(3)])
+        for stream in streams[:3]:
+            assert [one.finished async for one in stream][-1]
+        counts = counted(engine, "vllm:request_success")
+        assert {rank: counts[rank] - before[rank] for rank in counts} == {"0": 2, "1": 6}
 
     pair.run(main)
 
@@ -271,6 +295,11 @@ def test_the_synchronous_engine() -> None:
         for name, prompt in prompts.items():
             assert finished[name] == expected_tokens(prompt, params, eos=EOS)
         assert [rank for rank, _ in engine.collective_rpc("whoami")] == [0, 1]
+        finished_there = counted(engine, "vllm:request_success")
+        engine.add_request("left", [30, 31], params, data_parallel_rank=1)
+        engine.abort_request("left")
+        finished_there["1"] += 1
+        assert counted(engine, "vllm:request_success") == finished_there
         assert engine.reset_prefix_cache() is True
         engine.sleep(1)
         engine.wake_up()

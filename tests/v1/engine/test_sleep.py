@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import psutil
 import pytest
+from torch import Tensor
 
 from tests.tiny_models import tiny_model
 from tests.v1.engine.fakes import FakeExecutor, expected_tokens, make_vllm_config
@@ -22,6 +23,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, FinishReason, S
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineSleepingError
+from vllm.v1.worker.sleep import ParkedMemory
 
 ARENA_BYTES = 192 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -127,6 +129,27 @@ def test_sleeping_ends_requests_and_bad_levels_do_not(llm: LLM) -> None:
     assert not engine.has_unfinished_requests()
     llm.wake_up()
     assert tokens_of(llm)
+
+
+@pytest.mark.parametrize("llm", ["llama"], indirect=True)
+def test_a_sleep_that_fails_leaves_the_engine_awake(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what was released before the failure."""
+    expected = tokens_of(llm)
+    release, released = ParkedMemory.__init__, []
+
+    def only_once(self: ParkedMemory, tensors: Iterable[Tensor], keep: bool) -> None:
+        if released:
+            raise RuntimeError("no memory for that")
+        release(self, tensors, keep)
+        released.append(self.num_bytes)
+
+    monkeypatch.setattr(ParkedMemory, "__init__", only_once)
+    with pytest.raises(RuntimeError, match="no memory for that"):
+        llm.sleep(2)
+    assert released[0] > 0 and not llm.is_sleeping()
+    assert tokens_of(llm) == expected
 
 
 @pytest.mark.parametrize("llm", ["llama"], indirect=True)
@@ -266,6 +289,8 @@ def test_streams_end_before_the_engine_sleeps(mode: str) -> None:
             await asleep
             results = await asyncio.gather(*streams)
             assert await engine.is_sleeping()
+            with pytest.raises(EngineSleepingError):  # not as a bad placement
+                await anext(engine.generate(prompts[0], SamplingParams(placement="all-gdn"), "p"))
             await engine.wake_up()
             for prompt, (tokens, reason) in zip(prompts, results, strict=True):
                 whole = expected_tokens(prompt, params)

@@ -70,6 +70,24 @@ def test_a_step_is_launched_while_the_one_before_still_runs(executor: UniProcExe
     executor.shutdown()
 
 
+def test_a_call_that_takes_longer_than_its_timeout_is_named(executor: UniProcExecutor) -> None:
+    """And not one whose method gives up by itself."""
+    worker: Any = executor.worker
+
+    def wait(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if method == "give_up":
+            raise TimeoutError("nobody came")
+        worker.released.wait(60)
+
+    worker.call = wait
+    with pytest.raises(TimeoutError, match="^nobody came$"):
+        executor.collective_rpc("give_up", timeout=60)
+    with pytest.raises(TimeoutError, match=r"the call of wait has not ended after 0\.01 s"):
+        executor.collective_rpc("wait", timeout=0.01)
+    worker.released.set()
+    executor.shutdown()
+
+
 def test_calls_run_on_the_launching_thread(executor: UniProcExecutor) -> None:
     method, args, kwargs, thread = executor.collective_rpc("name", args=(1,), kwargs={"a": 2})[0]
     assert (method, args, kwargs) == ("name", (1,), {"a": 2})

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.siblings import Siblings, abort_replies
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 from vllm.utils.parent_watch import watch_parent
-from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
+from vllm.v1.engine.sleep import SleepState, check_mode, check_sleep, check_tags
 from vllm.v1.serial_utils import unpickle_setup
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class ApiSetup:
     tally_path: str | None
     #: where the processes share what they know of several replicas
     board_path: str | None
-    #: level at which the cores sleep, 0 if they are awake
-    sleep_level: int = 0
+    sleep: SleepState
 
 
 class ServedTogether(Siblings):
@@ -93,6 +92,11 @@ class CommandedEngine:
     def take_stop(self, finish: Callable[[], None]) -> None:
         """From now on the server can be told to end."""
         self._finish = finish
+
+    async def begin(self, port: ControlPort) -> None:
+        """The server is ready: from now on this process hears of every sleep and wake-up, and now
+        of those during its start."""
+        self._engine.front_end.adopt_sleep(await port.call("ready"))
 
     def handlers(self) -> Handlers:
         """All of it, by name."""
@@ -179,8 +183,7 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
         share = BoardShare(setup.place, setup.num_places, setup.board_path)
         client = AttachedClient(setup.vllm_config, setup.cores, setup.client_index, share)
         engine = AsyncLLM(setup.vllm_config, log_stats=setup.log_stats, client=client)
-        if setup.sleep_level:
-            engine.front_end.note_sleep(setup.sleep_level)
+        engine.front_end.adopt_sleep(setup.sleep)
         commands.append(CommandedEngine(engine, client))
         made.append(ControlPort(pipe, commands[0].handlers()))
         return engine
@@ -193,6 +196,6 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
 
     def take_stop(finish: Callable[[], None]) -> None:
         commands[0].take_stop(finish)
-        telling.append(asyncio.get_running_loop().create_task(made[0].call("ready")))
+        telling.append(asyncio.get_running_loop().create_task(commands[0].begin(made[0])))
 
     raise SystemExit(run_server_loop(sock, args, make_engine, make_app, tallies, take_stop))

@@ -31,6 +31,7 @@ from vllm.v1.engine.async_client import AsyncMPClient
 from vllm.v1.engine.core_link import RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
+from vllm.v1.engine.sleep import SleepState
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import pickle_setup
 
@@ -154,7 +155,7 @@ class Supervisor:
             ),
             self._tallies.path,
             self._board_path,
-            self._sleep.level,
+            self._sleep.state,
         )
         loop = asyncio.get_running_loop()
         loop.add_reader(process.process.sentinel, self._take_end, process)
@@ -165,9 +166,10 @@ class Supervisor:
     def _handlers(self, process: _ApiProcess) -> Handlers:
         """What a process may ask for."""
 
-        async def ready() -> None:
+        async def ready() -> SleepState:
             process.is_ready = True
             self._failed_starts = 0
+            return self._sleep.state
 
         async def abort(reply_ids: list[str]) -> None:
             await tell_all(self._ports(), "abort", reply_ids)

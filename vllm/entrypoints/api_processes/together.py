@@ -3,6 +3,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.engine.async_client import AsyncMPClient
+from vllm.v1.engine.sleep import TAGS, SleepState
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
 from vllm.v1.metrics.prometheus import REGISTRY
@@ -121,9 +123,8 @@ class JointSleep:
         self._ports = ports
         self._metrics = metrics
         self._lock = asyncio.Lock()
-        #: of the core, 0 when all of it is awake
-        self.level = 0
-        self._asleep: set[str] = set()
+        #: of the core
+        self.state = SleepState()
 
     async def sleep(self, level: int, mode: str) -> None:
         """See `AsyncLLM.sleep`."""
@@ -134,8 +135,7 @@ class JointSleep:
             except BaseException:
                 await tell_all(self._ports(), "go_on")
                 raise
-            self.level = level
-            self._asleep = {"weights", "kv_cache"}
+            self.state = SleepState(level, frozenset(TAGS))
             self._metrics.record_sleep(level)
             await tell_all(self._ports(), "slept", level)
 
@@ -145,9 +145,8 @@ class JointSleep:
         await tell_all(self._ports(), "call_off")
         async with self._lock:
             await self._core.call_utility("wake_up", chosen)
-            self._asleep.difference_update(chosen)
-            if not self._asleep:
-                self.level = 0
+            self.state = replace(self.state, asleep=self.state.asleep.difference(chosen))
+            if not self.state.asleep:
                 self._metrics.record_sleep(0)
             await tell_all(self._ports(), "woke_up", chosen)
 

@@ -197,6 +197,7 @@ class AsyncLLM:
             raise
         placement = placement_to_admit(self.model_config, processed.request)
         if placement is not None:
+            self.front_end.require_awake()
             admitted = await self.engine_core.call_utility("admit_placement", placement)
             processed.request.sampling_params.placement = admitted
         await self.rest.placement_gate.passed()

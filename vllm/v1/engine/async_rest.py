@@ -92,6 +92,7 @@ class AsyncRest:
     async def change_placement(self, placement: Placement, mode: str) -> list[dict[int, str]]:
         """See `AsyncLLM.change_placement`."""
         check_mode(mode, ("wait", "refuse", "overlap"))
+        placement = self._front_end.placement_of(placement)
         if mode == "overlap":
             return await self._overlap_placement(placement)
         if self._engine_core.shares_core:

@@ -13,7 +13,7 @@ from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.engine.sleep import ASLEEP, FrontEndSleep
+from vllm.v1.engine.sleep import ASLEEP, TAGS, FrontEndSleep, SleepState
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
 
@@ -83,6 +83,17 @@ class FrontEnd:
         self.sleep.woke_up(tags)
         if self._loggers is not None and not self.sleep.asleep:
             self._loggers.record_sleep(0)
+
+    def adopt_sleep(self, state: SleepState) -> None:
+        """What of the core sleeps, as this front end begins."""
+        if state.asleep:
+            self.note_sleep(state.level)
+        self.note_wake_up(set(TAGS) - state.asleep)
+
+    def placement_of(self, asked: Placement) -> Placement:
+        """What is asked for, or what it is an alias of."""
+        aliases = self.model_config.placement_aliases
+        return aliases.get(asked, asked) if isinstance(asked, str) else asked
 
     def show_placement(self, placement: Placement, change: PlacementChange) -> None:
         """From now on the configuration describes another placement."""

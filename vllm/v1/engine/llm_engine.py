@@ -169,9 +169,9 @@ class LLMEngine:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         ended = IterationStats()
         aborted, outputs = self.output_processor.abort_requests(ids, ended)
-        self.engine_core.abort_requests(aborted)
-        if aborted and self._loggers is not None:
-            self._loggers.record(None, ended)
+        ranks = self.engine_core.abort_requests(aborted)
+        if self._loggers is not None:
+            self._loggers.record_aborted(ended, ranks)
         self._flush_if_idle()
         return outputs
 
@@ -231,6 +231,7 @@ class LLMEngine:
 
     def change_placement(self, placement: Placement) -> list[dict[int, str]]:
         """See `LLM.change_placement`."""
+        placement = self._front_end.placement_of(placement)
         several = self.engine_core.router is not None
         if several and self.has_unfinished_requests():
             raise busy()

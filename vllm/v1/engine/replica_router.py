@@ -173,9 +173,10 @@ class _Prompt:
 
 
 class PromptChains:
-    """Chained as the prefix cache chains its hashes, of the same blocks with the same extra keys;
-    but 64 bits wide and quick to make: a collision costs a replica's hit and nothing else. The same
-    in all processes."""
+    """Chained as the prefix cache chains its hashes, of the same blocks with the same extra keys,
+    and the placement that a request asks for, whose groups have a cache of their own there; but 64
+    bits wide and quick to make: a collision costs a replica's hit and nothing else. The same in all
+    processes."""
 
     def __init__(self, block_size: int, is_cached: bool = True) -> None:
         self.block_size = block_size
@@ -187,7 +188,10 @@ class PromptChains:
         if not self._is_cached:
             return np.zeros(0, np.uint64)
         tokens = request.prompt_token_ids[: _MOST_BLOCKS * self.block_size]
-        prompt = _Prompt(tokens, request.cache_salt)
+        salt, placement = request.cache_salt, request.sampling_params.placement
+        if placement is not None:  # what another one has computed is not found
+            salt = repr((salt, placement))
+        prompt = _Prompt(tokens, salt)
         return np.frombuffer(b"".join(self._hasher(prompt)), np.uint64)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError
@@ -22,6 +23,14 @@ logger = init_logger(__name__)
 TAGS = ("weights", "kv_cache")
 LEVELS = (1, 2)
 ASLEEP = "the engine sleeps and takes no requests; wake it up first"
+
+
+@dataclass(frozen=True)
+class SleepState:
+    """The tags of what sleeps of a core, and at which level; nothing by default."""
+
+    level: int = 0
+    asleep: frozenset[str] = frozenset()
 
 
 def check_sleep(vllm_config: VllmConfig, level: int) -> None:
@@ -136,7 +145,8 @@ class CoreSleep:
         return bool(self.asleep)
 
     def sleep(self, level: int) -> None:
-        """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy."""
+        """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy; and
+        what fails on a worker, when all are awake again."""
         check_sleep(self._vllm_config, level)
         if self.is_sleeping:
             if level == self._level and self.asleep == set(TAGS):
@@ -154,7 +164,11 @@ class CoreSleep:
         self._drain()  # what a connector has to do for that: no step finds its memory asleep
         begin = time.monotonic()
         self._level, self.asleep = level, set(TAGS)
-        released = sum(self._executor.collective_rpc("sleep", args=(level,)))
+        try:
+            released = sum(self._executor.collective_rpc("sleep", args=(level,)))
+        except Exception:
+            self.wake_up()
+            raise
         elapsed = time.monotonic() - begin
         logger.info(
             "asleep (level %d): %.2f GiB released in %.2f s", level, released / 2**30, elapsed

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -33,6 +33,8 @@ _EXECUTORS = {
 #: see `Executor.step_timeout_s`
 _STEP_TIMEOUT_S = 300.0
 _STEP_TIMEOUT_OF_GPUS_S = 20.0
+
+T = TypeVar("T")
 
 #: takes the error that ended the workers
 FailureCallback = Callable[[Exception], None]
@@ -120,7 +122,8 @@ class Executor(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method by name, or `method(worker, ...)`, on every worker."""
+        """Call a worker method by name, or `method(worker, ...)`, on every worker. `TimeoutError`
+        if it has not ended after `timeout` seconds."""
 
     @abstractmethod
     def init_kv_output_aggregator(self, connector: KVConnectorBase_V1) -> None:
@@ -143,6 +146,19 @@ class Executor(ABC):
 def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:
     worker.initialize_from_config(kv_cache_configs[worker.rank])
     worker.warm_up()
+
+
+def result_of_call(call: Future[T], method: object, timeout: float | None) -> T:
+    """The result of `collective_rpc`'s `method`; `TimeoutError` says what goes on without it."""
+    try:
+        return call.result(timeout)
+    except TimeoutError:
+        if call.done():  # just now, or with an error of its own
+            return call.result()
+        raise TimeoutError(
+            f"the call of {method} has not ended after {timeout:g} s, its timeout; it goes on, and "
+            "steps and calls after it wait for it"
+        ) from None
 
 
 def overdue_message(timeout_s: float) -> str:

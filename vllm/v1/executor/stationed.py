@@ -28,7 +28,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor, overdue_message
+from vllm.v1.executor.abstract import Executor, overdue_message, result_of_call
 from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.pulse import Beat, Pulse
 from vllm.v1.executor.replica_reports import reports_of
@@ -140,7 +140,7 @@ class StationedExecutor(Executor):
     ) -> list[Any]:
         question = Question(self._ranks, patience_s=timeout or 0.0)
         self._ask(Kind.CALL, cloudpickle.dumps((method, args, kwargs or {})), question)
-        results: list[Any] = question.future.result(timeout)
+        results: list[Any] = result_of_call(question.future, method, timeout)
         return results
 
     def check_health(self) -> None:

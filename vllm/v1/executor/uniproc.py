@@ -21,7 +21,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.abstract import Executor, result_of_call
 from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.pulse import NEXT_MESSAGE, Beat, Pulse
 from vllm.v1.executor.replica_reports import reports_of
@@ -91,7 +91,7 @@ class UniProcExecutor(Executor):
         self.check_health()
         call = self._launcher.submit(self.worker.call, method, args, kwargs or {})
         self._patience_s = timeout or 0.0
-        return [self._promise(call).result(timeout)]
+        return [result_of_call(self._promise(call), method, timeout)]
 
     def check_health(self) -> None:
         if self._failure is not None:

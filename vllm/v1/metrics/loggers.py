@@ -176,6 +176,11 @@ class StatLoggerManager:
         for stat_logger in self._loggers[engine_index]:
             stat_logger.record(scheduler_stats, iteration_stats)
 
+    def record_aborted(self, ended: IterationStats, ranks: Sequence[int]) -> None:
+        """Requests that the front end has ended, which ran on these replicas."""
+        for finished, rank in zip(ended.finished, ranks, strict=True):
+            self.record(None, IterationStats(finished=[finished]), rank)
+
     def record_sleep(self, level: int) -> None:
         """All replicas sleep at `level`, 0 when they are awake."""
         for stat_logger in self._all():

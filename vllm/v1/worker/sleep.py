@@ -69,11 +69,15 @@ class Sleeper:
     def sleep(self, level: int) -> int:
         """Release the arena and the weights (see `LLM.sleep`); returns the bytes released.
 
-        On a CPU the weights are in host memory already, so level 1 leaves them there.
+        On a CPU the weights are in host memory already, so level 1 leaves them there. After an
+        error `wake_up` brings back what was released before.
         """
         runner, on_host = self._runner, self._runner.device.type == "cpu"
         self._captured = runner.drop_graphs()
         weights: list[ParkedMemory] = []
+        arena: list[ParkedMemory] = []
+        self._asleep = {"weights": weights, "kv_cache": arena}
+        self._reload = level == 2
         parameters = [param for model in runner.models for param in model.parameters()]
         if level == 2:
             weights.append(ParkedMemory(parameters, keep=False))
@@ -86,10 +90,8 @@ class Sleeper:
             # No checkpoint has the buffers (rotary tables), so every level keeps them.
             buffers = [buffer for model in runner.models for buffer in model.buffers()]
             weights.append(ParkedMemory(buffers, keep=True))
-        self._reload = level == 2
         state = [runner.arena.buffer, *runner.journal_pool.tensors]
-        arena = [ParkedMemory(state, keep=False)]
-        self._asleep = {"weights": weights, "kv_cache": arena}
+        arena.append(ParkedMemory(state, keep=False))
         self._collect()
         return sum(parked.num_bytes for group in self._asleep.values() for parked in group)
 

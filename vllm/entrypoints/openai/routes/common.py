@@ -3,6 +3,7 @@
 
 import asyncio
 import codecs
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ _LARGE = 32 * 1024
 #: the client closed the connection; nobody sees this status but the access log
 _CLIENT_CLOSED_REQUEST = 499
 _RANK_HEADER = "X-data-parallel-rank"
+_RANK = re.compile("[0-9]{1,9}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
@@ -92,8 +94,8 @@ def context_of(request: Request) -> RequestContext:
 def _replica(header: str | None) -> int | None:
     if header is None:
         return None
-    if not header.isascii() or not header.isdigit():
-        message = f"{_RANK_HEADER} must be the rank of a replica, got {header!r}"
+    if _RANK.fullmatch(header) is None:
+        message = f"{_RANK_HEADER} must be the rank of a replica, got {header[:40]!r}"
         raise APIError(HTTPStatus.BAD_REQUEST, "Bad Request", message, _RANK_HEADER)
     return int(header)
 

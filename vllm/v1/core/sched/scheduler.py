@@ -212,6 +212,7 @@ class Scheduler(SchedulerAdmission):
         self.next_width = 1 + drafts
         self.finished_req_ids = set()
         self.preempted_req_ids = set()
+        self._has_new_gauges = False
         return output
 
     def _decode_set(self, step: StepPlan) -> DecodeSet | None:

@@ -85,6 +85,8 @@ class SchedulerState(SchedulerInterface):
         self._connector_stats: KVConnectorStats | None = None
         #: running, waiting and usage, as last sent
         self._sent_gauges = (0, 0, 0.0)
+        #: whether a reset changed them, which the next step tells
+        self._has_new_gauges = False
         #: the waiting request that found no room: nobody behind it starts, whatever its placement
         self._without_room: Request | None = None
         #: waiting requests that the last step could not take for another reason than room: their
@@ -332,6 +334,7 @@ class SchedulerState(SchedulerInterface):
             or self.finished_req_ids
             or self.preempted_req_ids
             or self._late_outputs
+            or self._has_new_gauges
             or (self.connector is not None and self.connector.has_pending_push_work())
             or self.kv_cache_manager.pins.is_over()
         )
@@ -354,6 +357,7 @@ class SchedulerState(SchedulerInterface):
             # A load that nobody takes back reads what is stored.
             reads = self.transfer and self.transfer.loading and not reset_running_requests
             done = not reads and self.connector.reset_cache() is not False and done
+        self._has_new_gauges = self.log_stats and self._gauges() != self._sent_gauges
         return done
 
     def _take_all_back(self) -> list[Request]:
