@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
@@ -152,7 +153,7 @@ def result_of_call(call: Future[T], method: object, timeout: float | None) -> T:
     """The result of `collective_rpc`'s `method`; `TimeoutError` says what goes on without it."""
     try:
         return call.result(timeout)
-    except TimeoutError:
+    except (TimeoutError, FutureTimeoutError):  # two classes before Python 3.11
         if call.done():  # just now, or with an error of its own
             return call.result()
         raise TimeoutError(
