@@ -9,12 +9,11 @@ from typing import Any
 from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.structured_output.json_schema import HOLDS_NAMED
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 #: their values are data, not schemas
 _DATA_KEYWORDS = frozenset({"const", "default", "enum", "examples"})
-#: their values are schemas by names, which may be those of keywords
-_HOLDS_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
 class ToolMode(enum.Enum):
@@ -151,7 +150,7 @@ def _moved(schema: Any, root: str) -> Any:
         return schema
     moved = {}
     for key, value in schema.items():
-        if key in _HOLDS_NAMED and isinstance(value, dict):
+        if key in HOLDS_NAMED and isinstance(value, dict):
             moved[key] = {name: _moved(part, root) for name, part in value.items()}
         else:
             moved[key] = value if key in _DATA_KEYWORDS else _moved(value, root)

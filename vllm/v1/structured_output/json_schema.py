@@ -32,8 +32,8 @@ _HINTS = {
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
 }
-#: keywords with schemas inside: by name, in a list, or one
-_HOLDS_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+#: keywords with schemas inside: by names, which may be those of keywords, in a list, or one
+HOLDS_NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _HOLDS_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _HOLDS_ONE = (
     "items",
@@ -119,7 +119,7 @@ class _Checker:
         for key, value in schema.items():
             if key in _HOLDS_ONE:
                 yield from self._inside(value, f"{path}/{key}", depth + 1, seen)
-            elif key in _HOLDS_NAMED and isinstance(value, dict):
+            elif key in HOLDS_NAMED and isinstance(value, dict):
                 for name, child in value.items():
                     yield from self._inside(child, f"{path}/{key}/{name}", depth + 1, seen)
             elif key in _HOLDS_LIST and isinstance(value, list):
