@@ -72,6 +72,8 @@ class ClientGoneError(Exception):
 def _encode(payload: Any) -> bytes:
     """`payload` as JSON in one line, whoever reads it."""
     encoded = _json(payload)
+    if encoded.isascii():
+        return encoded
     for end, escaped in _LINE_ENDS.items():
         encoded = encoded.replace(end, escaped)
     return encoded
