@@ -39,7 +39,8 @@ class Configs:
     """One GPU's tables; attention tiles are (query rows, keys), GDN tiles (keys dims, dv).
 
     Attention of short queries: `attention_decode_few` where sequences share the keys' heads among
-    at most one program per multiprocessor, `attention_decode_many` where they are more than two.
+    at most one program per multiprocessor, `attention_decode_many` where they are more than two
+    or take uneven turns.
     Tiles of experts are (columns of the weight at once, outputs); both tables have the same keys.
     """
 
