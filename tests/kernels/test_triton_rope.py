@@ -12,7 +12,8 @@ kernels = CudaKernels()
 
 
 @pytest.mark.parametrize(
-    "heads, rot", [((4, 2, 16), 16), ((5, 1, 24), 12), ((16, 4, 256), 64), ((2, 2, 12), 0)]
+    "heads, rot",
+    [((4, 2, 16), 16), ((3, 1, 24), 24), ((5, 1, 24), 12), ((16, 4, 256), 64), ((2, 2, 12), 0)],
 )
 @pytest.mark.parametrize("gated", [False, True])
 def test_shapes(heads, rot, gated, dtype, device):
@@ -21,8 +22,9 @@ def test_shapes(heads, rot, gated, dtype, device):
 
 
 @pytest.mark.parametrize("normed, one_plus", [(False, False), (True, False), (True, True)])
-def test_norms(normed, one_plus, dtype, device):
-    case = rope_case(5, (4, 2, 32), dtype, device, normed=normed, one_plus=one_plus)
+@pytest.mark.parametrize("rot", [16, 32])
+def test_norms(normed, one_plus, rot, dtype, device):
+    case = rope_case(5, (4, 2, 32), dtype, device, normed=normed, one_plus=one_plus, rot=rot)
     check(kernels, "qk_norm_rope_cache", case, TOLERANCE[dtype])
 
 

@@ -19,7 +19,25 @@ FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 
 
 @triton.jit
-def _norm_rope(
+def _normalised(x, w_ptr, d, mask, rstd, dtype, ONE_PLUS: tl.constexpr):
+    """Dims `d` of heads, `[heads, dims]` fp32, rounded to `dtype` as a norm of its own does."""
+    w = tl.load(w_ptr + d, mask=mask, other=0.0).to(tl.float32)[None, :]
+    if ONE_PLUS:
+        x = x * rstd * (1.0 + w)
+    else:
+        x = (x * rstd).to(dtype).to(tl.float32) * w
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _store(to, x, mask, dtype, inverse_scale, FP8: tl.constexpr):
+    if FP8:
+        x = to_fp8(x.to(dtype).to(tl.float32) * inverse_scale, FP8_MAX)
+    tl.store(to, x, mask=mask)
+
+
+@triton.jit
+def _norm_and_turn_part(
     start,
     head_mask,
     w_ptr,
@@ -31,7 +49,8 @@ def _norm_rope(
     NORM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
 ):
-    """Heads at pointers `start [heads]` -> normalised and rotated `[heads, BLOCK_D]` fp32.
+    """Heads at pointers `start [heads]` -> normalised and rotated `[heads, BLOCK_D]` fp32, of whose
+    dims the first ROT turn.
 
     Each dim's rotation partner is a second load: it hits L1, and keeps the tile whole.
     """
@@ -50,19 +69,71 @@ def _norm_rope(
     x, other = x.to(tl.float32), other.to(tl.float32)
     if NORM:
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
-        w = tl.load(w_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
-        w_other = tl.load(w_ptr + partner, mask=d < ROT, other=0.0).to(tl.float32)[None, :]
-        x, other = x * rstd, other * rstd
-        if ONE_PLUS:
-            x, other = x * (1.0 + w), other * (1.0 + w_other)
-        else:
-            x = x.to(dtype).to(tl.float32) * w
-            other = other.to(dtype).to(tl.float32) * w_other
-        x, other = x.to(dtype).to(tl.float32), other.to(dtype).to(tl.float32)
+        x = _normalised(x, w_ptr, d, d < HEAD_DIM, rstd, dtype, ONE_PLUS)
+        other = _normalised(other, w_ptr, partner, d < ROT, rstd, dtype, ONE_PLUS)
     cos = tl.load(angles + angle, mask=d < ROT, other=1.0)[None, :]
     sin = tl.load(angles + half + angle, mask=d < ROT, other=0.0)[None, :]
     sign = tl.where(d < half, -1.0, 1.0)[None, :]
     return x * cos + other * sign * sin
+
+
+@triton.jit
+def _norm_and_turn_whole(
+    start, head_mask, w_ptr, angles, eps,
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+):  # fmt: skip
+    """As `_norm_and_turn_part`, of heads that turn as a whole: the two halves of their dims, each
+    `[heads, BLOCK_R]`. A dim meets its partner in one thread, so neither is made twice."""
+    half: tl.constexpr = HEAD_DIM // 2
+    r = tl.arange(0, BLOCK_R)
+    turns = r < half
+    mask = head_mask[:, None] & turns[None, :]
+    a = tl.load(start[:, None] + r[None, :], mask=mask, other=0.0)
+    b = tl.load(start[:, None] + half + r[None, :], mask=mask, other=0.0)
+    dtype: tl.constexpr = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if NORM:
+        rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / HEAD_DIM + eps)[:, None]
+        a = _normalised(a, w_ptr, r, turns, rstd, dtype, ONE_PLUS)
+        b = _normalised(b, w_ptr, half + r, turns, rstd, dtype, ONE_PLUS)
+    cos = tl.load(angles + r, mask=turns, other=1.0)[None, :]
+    sin = tl.load(angles + half + r, mask=turns, other=0.0)[None, :]
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _norm_rope(
+    start,
+    to,
+    head_mask,
+    w_ptr,
+    angles,
+    eps,
+    inverse_scale,
+    FP8: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+):
+    """Heads at pointers `start [heads]`, normalised and rotated, to pointers `to [heads]`."""
+    dtype: tl.constexpr = start.dtype.element_ty
+    if ROT == HEAD_DIM:
+        r = tl.arange(0, BLOCK_R)[None, :]
+        first, second = _norm_and_turn_whole(
+            start, head_mask, w_ptr, angles, eps, HEAD_DIM, BLOCK_R, NORM, ONE_PLUS
+        )
+        mask = head_mask[:, None] & (r < HEAD_DIM // 2)
+        _store(to[:, None] + r, first, mask, dtype, inverse_scale, FP8)
+        _store(to[:, None] + HEAD_DIM // 2 + r, second, mask, dtype, inverse_scale, FP8)
+    else:
+        d = tl.arange(0, BLOCK_D)[None, :]
+        x = _norm_and_turn_part(
+            start, head_mask, w_ptr, angles, eps, HEAD_DIM, ROT, BLOCK_D, NORM, ONE_PLUS
+        )
+        _store(to[:, None] + d, x, head_mask[:, None] & (d < HEAD_DIM), dtype, inverse_scale, FP8)
 
 
 @triton.jit
@@ -92,6 +163,7 @@ def _qk_norm_rope_cache_kernel(
     ONE_PLUS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (tokens, query head tiles + kv head tiles)."""
@@ -108,30 +180,25 @@ def _qk_norm_rope_cache_kernel(
     angles = cos_sin_ptr + tl.where(slot >= 0, position, 0) * ROT
     if tile < q_tiles:
         head = tile * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (head < HEADS)[:, None] & (d < HEAD_DIM)
-        q = _norm_rope(
-            row + head * Q_WIDTH, head < HEADS, q_w_ptr, angles, eps,
-            HEAD_DIM, ROT, BLOCK_D, NORM_Q, ONE_PLUS,
+        out = out_ptr + token * HEADS * HEAD_DIM + head * HEAD_DIM
+        _norm_rope(
+            row + head * Q_WIDTH, out, head < HEADS, q_w_ptr, angles, eps, 1.0, False,
+            HEAD_DIM, ROT, BLOCK_D, BLOCK_R, NORM_Q, ONE_PLUS,
         )  # fmt: skip
-        out = out_ptr + token * HEADS * HEAD_DIM
-        tl.store(out + head[:, None] * HEAD_DIM + d, q, mask=mask)
     elif slot >= 0:
         head = (tile - q_tiles) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < KV_HEADS)[:, None] & (d < HEAD_DIM)
         keys = row + HEADS * Q_WIDTH + head * HEAD_DIM
-        k = _norm_rope(
-            keys, head < KV_HEADS, k_w_ptr, angles, eps,
-            HEAD_DIM, ROT, BLOCK_D, NORM_K, ONE_PLUS,
-        )  # fmt: skip
         v = tl.load(keys[:, None] + KV_HEADS * HEAD_DIM + d, mask=mask, other=0.0)
         cache = cache_ptr + (slot // BLOCK_SIZE) * stride_block
-        cache += (slot % BLOCK_SIZE) * KV_HEADS * HEAD_DIM
-        inner = head[:, None] * HEAD_DIM + d
-        if FP8:
-            k = to_fp8(k.to(v.dtype).to(tl.float32) * inverse_k_scale, FP8_MAX)
-            v = to_fp8(v.to(tl.float32) * inverse_v_scale, FP8_MAX)
-        tl.store(cache + inner, k, mask=mask)
-        tl.store(cache + BLOCK_SIZE * KV_HEADS * HEAD_DIM + inner, v, mask=mask)
+        cache += (slot % BLOCK_SIZE) * KV_HEADS * HEAD_DIM + head * HEAD_DIM
+        _norm_rope(
+            keys, cache, head < KV_HEADS, k_w_ptr, angles, eps, inverse_k_scale, FP8,
+            HEAD_DIM, ROT, BLOCK_D, BLOCK_R, NORM_K, ONE_PLUS,
+        )  # fmt: skip
+        cache += BLOCK_SIZE * KV_HEADS * HEAD_DIM
+        dtype: tl.constexpr = v.dtype
+        _store(cache[:, None] + d, v, mask, dtype, inverse_v_scale, FP8)
 
 
 _qk_norm_rope_cache = Launcher(_qk_norm_rope_cache_kernel)
@@ -172,6 +239,7 @@ def qk_norm_rope_cache(p: RotaryProblem) -> Tensor:
         ONE_PLUS=p.one_plus,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
+        BLOCK_R=next_power_of_2(max(1, p.cos_sin.shape[-1] // 2)),
         **dependent_launch(device),
     )
     return q
