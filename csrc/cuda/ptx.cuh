@@ -25,21 +25,6 @@ __device__ inline void wait_parity(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// Whether `wait_parity` would not wait.
-__device__ inline bool passed(uint64_t* barrier, uint32_t parity) {
-  uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}"
-      : "=r"(done)
-      : "r"(shared_address(barrier)), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // A ring of stages, each with a barrier for "filled" and one for "free"; every thread keeps its
 // own place in it.
 struct Ring {
