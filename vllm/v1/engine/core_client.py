@@ -74,8 +74,8 @@ class EngineCoreClient(ABC):
         """Queue requests; none of them is scheduled before the core knows all."""
 
     @abstractmethod
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
-        """End requests; returns the rank of the replica where each of them ran."""
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests."""
 
     @abstractmethod
     def stop_requests(self, stops: list[StopRequest]) -> None:
@@ -158,9 +158,8 @@ class InprocClient(EngineCoreClient):
                 if refused is not None:
                     self._refused.append(refused)
 
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
+    def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
-        return [self._rank] * len(request_ids)
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
         self.engine_core.stop_requests(stops)
@@ -234,17 +233,12 @@ class MPClient:
             for replica, own in placed.items():
                 self.links[replica].add(own)
 
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
-        """End requests; returns the rank of the replica where each of them ran, the first one of
-        those that have ended there."""
+    def abort_requests(self, request_ids: list[str]) -> None:
         groups = self._by_replica(request_ids, lambda request_id: request_id)
         if self.router is not None:
             self.router.end(request_ids)
-        ranks: dict[str, int] = {}
         for replica, own in groups.items():
             self.links[replica].abort(own)
-            ranks |= dict.fromkeys(own, self._ranks[replica])
-        return [ranks.get(request_id, self._ranks[0]) for request_id in request_ids]
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
         for replica, own in self._by_replica(stops, lambda stop: stop.request_id).items():

@@ -61,7 +61,8 @@ class FrontEnd:
         `router`: chooses among several. One of several front ends leaves the log to the process
         that knows them all."""
         if self.log_stats:
-            self._loggers = StatLoggerManager(configs, self.metrics, shows_log=alone)
+            rank_of = None if router is None else router.rank_of
+            self._loggers = StatLoggerManager(configs, self.metrics, alone, rank_of)
             if router is not None:
                 self.metrics.register(router.collector(self.model_config.served_names[0]))
         return self._loggers

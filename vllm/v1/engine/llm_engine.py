@@ -169,9 +169,9 @@ class LLMEngine:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         ended = IterationStats()
         aborted, outputs = self.output_processor.abort_requests(ids, ended)
-        ranks = self.engine_core.abort_requests(aborted)
         if self._loggers is not None:
-            self._loggers.record_aborted(ended, ranks)
+            self._loggers.record_aborted(aborted, ended)
+        self.engine_core.abort_requests(aborted)
         self._flush_if_idle()
         return outputs
 

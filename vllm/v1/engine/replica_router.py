@@ -72,6 +72,11 @@ class ReplicaRouter:
                 groups.setdefault(replica, []).append(item)
         return groups
 
+    def rank_of(self, request_id: str) -> int | None:
+        """Where a request runs; None for one that has ended."""
+        replica = self._chooser.replica_of(request_id)
+        return None if replica is None else self._first_rank + replica
+
     def end(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these."""
         for request_id in request_ids:
