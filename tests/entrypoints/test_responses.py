@@ -209,6 +209,18 @@ def test_tool_choice(choice: Any, expected: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "run it in the client"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", '"required"'),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name", "name"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": ["weather"]}],
+                },
+            },
+            "tool_choice.tools.0",
+            "no tool",
+        ),
         ({"input": []}, "input", "at least one"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "the item itself"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "function_call_output"),

@@ -38,7 +38,7 @@ from vllm.entrypoints.openai.serving_engine import (
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.streaming import EventSource
-from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
+from vllm.entrypoints.openai.tool_choice import ToolChoice, only_allowed, resolve_tool_choice
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
@@ -151,6 +151,8 @@ class ServingChat(OpenAIServing):
         self.limits.check_sequences(1, request.num_choices)
         self.limits.check_sampling(request)
         self.limits.check_checkpoints(request.cache_checkpoints)
+        tools, tool_choice = only_allowed(request.tools, request.tool_choice)
+        request = request.model_copy(update={"tools": tools, "tool_choice": tool_choice})
         choice = resolve_tool_choice(request)
         requested = request.requested_max_tokens
         prompt = await self.prompt(request, requested or 1)
