@@ -267,6 +267,13 @@ class MPClient:
                 futures.append(dead)
         return futures
 
+    def _joined(self, method: str, answers: Sequence[Any]) -> Any:
+        """The answers of all replicas as one; see `combined`."""
+        answer = combined(method, self._ranks, answers)
+        if method == "change_placement" and self.router is not None and not answer.is_busy:
+            self.router.use_capacities([one.capacity_tokens for one in answers])
+        return answer
+
     @property
     def _ranks(self) -> list[int]:
         return [config.parallel_config.data_parallel_rank for config in self.configs]
@@ -345,7 +352,7 @@ class SyncMPClient(MPClient, EngineCoreClient):
         replicas, call = undo(method, answers)
         for future in [self.links[i].call(*call) for i in replicas]:
             future.result()
-        return combined(method, self._ranks, answers)
+        return self._joined(method, answers)
 
     def flush(self) -> Iterator[EngineCoreOutputs]:
         """The core's own loop goes on as long as there is anything to wait for, and what it says
