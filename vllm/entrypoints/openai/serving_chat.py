@@ -123,11 +123,14 @@ class ServingChat(OpenAIServing):
         )
 
     async def begin(
-        self, request: ChatCompletionRequest, context: RequestContext
+        self,
+        request: ChatCompletionRequest,
+        context: RequestContext,
+        most_tokens: int | None = None,
     ) -> tuple[str, PlannedChat]:
         """The served name of the model and the plan of a request whose reply can be parsed."""
         model = self.models.check(request.model)
-        planned = await self.plan(request, context.base_id(request.request_id))
+        planned = await self.plan(request, context.base_id(request.request_id), most_tokens)
         self.parsers.check(planned.choice)
         return model, planned
 
@@ -145,8 +148,14 @@ class ServingChat(OpenAIServing):
             mark_messages=request.cache_checkpoints == "messages",
         )
 
-    async def plan(self, request: ChatCompletionRequest, base_id: str) -> PlannedChat:
-        """Validate, apply the template, tokenise and derive the engine's parameters."""
+    async def plan(
+        self, request: ChatCompletionRequest, base_id: str, most_tokens: int | None = None
+    ) -> PlannedChat:
+        """Validate, apply the template, tokenise and derive the engine's parameters.
+
+        `most_tokens`: of a reply to a request without `max_tokens`, as far as there is room; None
+        for all that there is.
+        """
         request.check_supported()
         self.limits.check_sequences(1, request.num_choices)
         self.limits.check_sampling(request)
@@ -158,7 +167,7 @@ class ServingChat(OpenAIServing):
         prompt = await self.prompt(request, requested or 1)
         max_tokens = resolve_max_tokens(
             requested,
-            None,
+            most_tokens,
             len(prompt.token_ids),
             self.models.max_model_len,
             self.options.sampling_defaults.get("max_tokens"),
