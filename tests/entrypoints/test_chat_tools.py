@@ -392,6 +392,21 @@ async def test_the_prompt_says_where_reasoning_begins(
     assert (message.reasoning, message.content) == ("hm", "yes")
 
 
+async def test_space_between_reasoning_and_a_constrained_answer_is_of_neither(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
+    engine.script = "<think>hm\n</think>\n\nyes\n"
+    api = make_api(reasoning_parser="qwen3")
+    body: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": ["yes\n", "no"]}}}
+    for engine.piece in (1, 3, 1000):
+        for request in (ask, ask_streaming):
+            message = (await request(api, max_tokens=300, **body)).message
+            assert message.content == "yes\n"
+    engine.script = "\nyes"  # what has no reasoning before it is the constraint's alone
+    body["extra_body"] |= {"chat_template_kwargs": {"enable_thinking": False}}
+    assert (await ask(api, max_tokens=300, **body)).message.content == "\nyes"
+
+
 async def test_reasoning_before_calls(make_api: MakeApi, engine: ScriptedEngine) -> None:
     engine.script = f"<think>say <tool_call>?</think>\n\n{HERMES}"
     api = make_api(**auto("hermes", reasoning_parser="qwen3"))

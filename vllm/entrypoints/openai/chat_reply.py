@@ -106,15 +106,21 @@ class ReplyDelta(msgspec.Struct, frozen=True):
 
 
 class ReplySplitter:
-    """Splits one reply, whole or in pieces."""
+    """Splits one reply, whole or in pieces.
+
+    `is_constrained`: a constraint follows the reasoning; the space between them is of neither.
+    """
 
     def __init__(
         self,
         reasoning: ReasoningParser | None,
         tool: ToolParser | None,
         include_reasoning: bool,
+        is_constrained: bool = False,
     ) -> None:
         self._reasoning = reasoning
+        #: characters of space that may still come before the content
+        self._space = reasoning.most_space if reasoning is not None and is_constrained else 0
         self._tool = tool
         self._include_reasoning = include_reasoning
         #: whether a call was reported
@@ -129,12 +135,20 @@ class ReplySplitter:
             if finished:
                 rest = self._reasoning.finish()
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
+            if self._space:
+                content = self._without_space(content)
         calls: tuple[CallDelta, ...] = ()
         if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
             content, calls = found.content, found.calls
             self.called = self.called or bool(calls)
         return ReplyDelta(reasoning if self._include_reasoning else "", content, calls)
+
+    def _without_space(self, content: str) -> str:
+        begin = len(content) - len(content.lstrip(" \n"))
+        dropped = min(begin, self._space)
+        self._space = self._space - dropped if begin == len(content) else 0
+        return content[dropped:]
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason to report: a reply with calls that ended by itself ended for them."""
@@ -146,6 +160,7 @@ def make_splitter(
     choice: ToolChoice,
     reasoning: ReasoningParser | None,
     include_reasoning: bool,
+    is_constrained: bool,
 ) -> ReplySplitter | None:
     """The splitter for one reply, None when all of its text is content."""
     tool: ToolParser | None = None
@@ -161,7 +176,7 @@ def make_splitter(
         tool.reply.parallel = choice.parallel
         if parsers.tool is not None:
             tool.reply.new_call_id = parsers.tool.new_call_id
-    return ReplySplitter(reasoning, tool, include_reasoning)
+    return ReplySplitter(reasoning, tool, include_reasoning, is_constrained)
 
 
 def call_object(call: CallDelta) -> dict[str, Any]:

@@ -206,11 +206,13 @@ class ServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, planned: PlannedChat
     ) -> ReplySplitter | None:
         """What separates one reply into reasoning, content and calls; None for plain text."""
+        constraint = planned.params.structured_outputs
         return make_splitter(
             self.parsers,
             planned.choice,
             self._reasoning_parser(request, planned.prompt),
             request.include_reasoning is not False,
+            is_constrained=constraint is not None and constraint.reasoning is not None,
         )
 
     def _reasoning_parser(
