@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
 from vllm.reasoning import ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
-from vllm.tool_parsers.base import ToolSchemas
+from vllm.tool_parsers.base import ToolDelta, ToolSchemas
 from vllm.tool_parsers.json_list import JsonListParser
 
 
@@ -87,11 +87,13 @@ class ChatParsers:
 
 
 class ReplyDelta(msgspec.Struct, frozen=True):
-    """What a piece of generated text added to the message."""
+    """What a piece of generated text added to the message. `tail`: how many characters of the
+    content, its last ones, came after a call had begun."""
 
     reasoning: str
     content: str
     calls: tuple[CallDelta, ...]
+    tail: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The `delta` of a chunk, without unset keys."""
@@ -137,12 +139,12 @@ class ReplySplitter:
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
             if self._space:
                 content = self._without_space(content)
-        calls: tuple[CallDelta, ...] = ()
+        found = ToolDelta(content)
         if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
-            content, calls = found.content, found.calls
-            self.called = self.called or bool(calls)
-        return ReplyDelta(reasoning if self._include_reasoning else "", content, calls)
+            self.called = self.called or bool(found.calls)
+        shown = reasoning if self._include_reasoning else ""
+        return ReplyDelta(shown, found.content, found.calls, found.tail)
 
     def _without_space(self, content: str) -> str:
         begin = len(content) - len(content.lstrip(" \n"))
