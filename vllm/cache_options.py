@@ -16,14 +16,6 @@ from vllm.exceptions import VLLMValidationError
 #: `next_token`: a drafter's rows depend on the token after them, which is another one here;
 #: `not_read`: the request needs every position computed (prompt_logprobs) or said so.
 LossReason = Literal["evicted", "no_checkpoint", "partial_block", "salt", "next_token", "not_read"]
-LOSS_REASONS: tuple[LossReason, ...] = (
-    "evicted",
-    "no_checkpoint",
-    "partial_block",
-    "salt",
-    "next_token",
-    "not_read",
-)
 #: longest time a prefix may stay pinned
 MAX_PIN_SECONDS = 86_400.0
 

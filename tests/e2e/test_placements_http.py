@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -88,12 +92,13 @@ def test_placements(tmp_path: Path) -> None:
 
 
 def test_several_processes(tmp_path: Path) -> None:
-    """None of them can hold back the others' requests, so that new ones start beside the old."""
+    """None of them can hold back the others' requests, so that new ones start beside the old. All
+    of them know of a change."""
     decoder = stochastic(2)
     tensors = make_tensors(decoder)
     path = save(tmp_path, decoder, tensors)
     flags = [*FLAGS, "--api-server-count", "2", "--placement-alias", "fast=all-gdn"]
-    with RemoteServer(path, *flags) as server:
+    with RemoteServer(path, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
         for mode in ("wait", "refuse"):
             error = server.post("/placements", status=400, placement="all-gdn", mode=mode)["error"]
             assert "with mode 'overlap', or start the engine with --api-s" in error["message"]
@@ -108,6 +113,25 @@ def test_several_processes(tmp_path: Path) -> None:
                 replies = list(pool.map(lambda _: server.post("/v1/completions", **BODY), range(6)))
             tokens = expected(Reference(decoder, tensors, names))
             assert [one["choices"][0]["token_ids"] for one in replies] == [tokens] * 6
+            assert shown_placements(server) == {"all-gdn" if placement == "fast" else placement}
+        first, *_ = started(server)
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 120
+        while len(started(server)) < 3:
+            assert time.monotonic() < deadline, server.log()
+            time.sleep(0.02)
+        assert shown_placements(server) == {"all-gdn"}, "also in the process that takes its place"
+
+
+def shown_placements(server: RemoteServer) -> set[str]:
+    """What several connections are told of it."""
+    infos = (server.get("/server_info?config_format=json") for _ in range(8))
+    return {info["vllm_config"]["model_config"]["placement"] for info in infos}
+
+
+def started(server: RemoteServer) -> list[int]:
+    """Ids of the API processes that have ever served."""
+    return [int(pid) for pid in re.findall(r"Started server process \[(\d+)\]", server.log())]
 
 
 def test_a_fixed_pattern(tmp_path: Path) -> None:

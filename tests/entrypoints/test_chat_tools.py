@@ -178,6 +178,30 @@ async def test_named_calls_are_constrained(make_api: MakeApi, engine: ScriptedEn
         assert constraint is not None and json.loads(str(constraint.json)) == WEATHER
 
 
+def allowing(*names: str, mode: str = "auto") -> dict[str, Any]:
+    listed = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+
+
+async def test_only_allowed_tools_are_shown(make_api: MakeApi, engine: ScriptedEngine) -> None:
+    api = make_api(**auto("hermes"))
+    engine.script = HERMES
+    for request in (ask, ask_streaming):
+        choice = await request(api, tools=TOOLS, tool_choice=allowing("now"))
+        assert engine.calls[-1].prompt["prompt"] == "[user]hi<now>[assistant]"
+        assert engine.calls[-1].params.structured_outputs is None
+        assert choice.finish_reason == "tool_calls"
+    engine.script = '[{"name": "now", "parameters": {}}]'
+    choice = await ask(api, tools=TOOLS, tool_choice=allowing("now", mode="required"))
+    assert calls_of(choice) == CALLS[1:]
+    assert engine.calls[-1].prompt["prompt"] == "[user]hi<now>[assistant]"
+    constraint = engine.calls[-1].params.structured_outputs
+    assert constraint is not None and "weather" not in str(constraint.json)
+    engine.script = "no"
+    assert (await ask(api, tools=TOOLS, tool_choice=allowing())).message.content == "no"
+    assert engine.calls[-1].prompt["prompt"] == "[user]hi[assistant]"
+
+
 async def test_forced_calls_after_reasoning(make_api: MakeApi, engine: ScriptedEngine) -> None:
     engine.script = 'hm</think>{"city": "Köln"}'
     api = make_api(reasoning_parser="deepseek_r1")
@@ -368,6 +392,21 @@ async def test_the_prompt_says_where_reasoning_begins(
     assert (message.reasoning, message.content) == ("hm", "yes")
 
 
+async def test_space_between_reasoning_and_a_constrained_answer_is_of_neither(
+    make_api: MakeApi, engine: ScriptedEngine
+) -> None:
+    engine.script = "<think>hm\n</think>\n\nyes\n"
+    api = make_api(reasoning_parser="qwen3")
+    body: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": ["yes\n", "no"]}}}
+    for engine.piece in (1, 3, 1000):
+        for request in (ask, ask_streaming):
+            message = (await request(api, max_tokens=300, **body)).message
+            assert message.content == "yes\n"
+    engine.script = "\nyes"  # what has no reasoning before it is the constraint's alone
+    body["extra_body"] |= {"chat_template_kwargs": {"enable_thinking": False}}
+    assert (await ask(api, max_tokens=300, **body)).message.content == "\nyes"
+
+
 async def test_reasoning_before_calls(make_api: MakeApi, engine: ScriptedEngine) -> None:
     engine.script = f"<think>say <tool_call>?</think>\n\n{HERMES}"
     api = make_api(**auto("hermes", reasoning_parser="qwen3"))
@@ -424,6 +463,27 @@ async def test_tags_that_are_special_tokens_are_kept(
             {"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "weather"}}},
             "tool_choice",
             "not supported",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": allowing("now", "x")},
+            "tool_choice.allowed_tools.tools.1",
+            "no tool 'x'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": allowing("now", mode="none")},
+            "tool_choice.allowed_tools.mode",
+            '"auto" or "required"',
+        ),
+        ({"tools": TOOLS, "tool_choice": allowing(mode="required")}, "tool_choice", "needs tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
+            "tool_choice.allowed_tools.tools",
+            "list the allowed",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+            "tool_choice.allowed_tools",
+            "an object",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", '"function"'),
         ({"tools": [{"type": "function"}]}, "tools.0.function", "name"),

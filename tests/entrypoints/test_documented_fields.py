@@ -12,6 +12,7 @@ from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import FakeAsyncLLM
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.protocol.sampling import _FORMER_NAMES
 from vllm.entrypoints.openai.protocol.token_generate import DetokenizeRequest, TokenizeRequest
 
 pytestmark = pytest.mark.asyncio
@@ -69,6 +70,8 @@ CHAT = {
     "parallel_tool_calls": True,
     "include_reasoning": True,
     "reasoning_effort": "low",
+    "modalities": ["text"],
+    "verbosity": "medium",
 }
 #: field -> a value that is refused
 REFUSED: dict[str, Any] = {
@@ -82,6 +85,11 @@ REFUSED_CHAT = {
     "chat_template": "{{ 1 }}",
     "mm_processor_kwargs": {"a": 1},
     "media_io_kwargs": {"a": 1},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x", "format": "wav"},
+    "web_search_options": {},
+    "moderation": {"model": "x"},
+    "verbosity": "low",
 }
 HI = [{"role": "user", "content": "hi"}]
 CASES = [("/v1/completions", {"prompt": "hi"}, name, value) for name, value in COMPLETION.items()]
@@ -116,6 +124,20 @@ async def test_stream_options(client: httpx.AsyncClient) -> None:
     for options in ({"include_usage": True}, {"continuous_usage_stats": True}, {}, None):
         body = {"prompt": "hi", "stream": True, "stream_options": options}
         assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_every_field_that_the_client_knows_is_known_here() -> None:
+    """The rest is about OpenAI's own accounts, tiers and stores, or a hint."""
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.completion_create_params import CompletionCreateParamsStreaming
+
+    chat = set(chats.CompletionCreateParamsStreaming.__annotations__)
+    assert chat - ChatCompletionRequest.model_fields.keys() - _FORMER_NAMES.keys() == {
+        *("metadata", "store", "service_tier", "safety_identifier", "prediction"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
+    completion = set(CompletionCreateParamsStreaming.__annotations__)
+    assert completion - CompletionRequest.model_fields.keys() == {"best_of"}
 
 
 async def test_no_documented_field_is_an_unknown_key() -> None:

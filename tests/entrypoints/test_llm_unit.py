@@ -221,6 +221,34 @@ def test_chat(make_llm):
         llm.chat(conversation, add_generation_prompt=True, continue_final_message=True)
 
 
+def test_a_choice_of_tools_decides_what_is_shown_and_what_the_reply_must_be(make_llm, monkeypatch):
+    llm = make_llm(chat_template="{{ tools | map(attribute='function.name') | join(' ') }}")
+    tools = [{"type": "function", "function": {"name": name}} for name in "fgh"]
+    given = SamplingParams(max_tokens=9)
+    monkeypatch.setattr(
+        llm, "generate", lambda prompts, params, **_: (prompts[0]["prompt"], params)
+    )
+
+    def chat(choice, params=given):
+        return llm.chat([{"role": "user", "content": "a"}], params, tools=tools, tool_choice=choice)
+
+    allowed = {"mode": "required", "tools": [tools[0], tools[2]]}
+    shown, params = chat({"type": "allowed_tools", "allowed_tools": allowed})
+    assert shown == "f h" and given.structured_outputs is None and params.max_tokens == 9
+    assert [name in params.structured_outputs.json for name in ('"f"', '"g"', '"h"')] == [1, 0, 1]
+    assert chat({"type": "allowed_tools", "allowed_tools": allowed | {"mode": "auto"}}) == (
+        shown,
+        given,
+    )
+    assert chat("auto") == ("f g h", given)
+    shown, (first, second) = chat(tools[1], [given, SamplingParams(max_tokens=8)])
+    assert shown == "f g h" and [first.max_tokens, second.max_tokens] == [9, 8]
+    assert first.structured_outputs == second.structured_outputs
+    assert chat("required", None)[1].temperature == 0.6
+    with pytest.raises(VLLMValidationError, match="cannot be combined with a forced call"):
+        chat("required", params)
+
+
 def test_continue_final_message(make_llm):
     llm = make_llm()
     conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "brown"}]

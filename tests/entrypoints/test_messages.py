@@ -392,6 +392,23 @@ async def test_more_tokens_than_the_context_holds_may_be_asked_for(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("max_tokens", "allowed"), [(200, None), (300, 44)])
+async def test_reasoning_before_a_forced_call_leaves_it_some_of_the_tokens_asked_for(
+    make_api: MakeApi, engine: ScriptedEngine, max_tokens: int, allowed: int | None
+) -> None:
+    """Not of those that the context has room for."""
+    engine.script = '{"city": "Köln"}'
+    choice: Any = {"type": "tool", "name": "weather"}
+    await make_api(**PARSERS).messages.create(
+        model="fake", messages=HI, max_tokens=max_tokens, tools=[TOOL], tool_choice=choice
+    )
+    params = engine.calls[-1].params
+    assert params.max_tokens == max_tokens and params.structured_outputs is not None
+    budget = params.structured_outputs.reasoning
+    assert (budget and budget.max_tokens) == allowed
+
+
+@pytest.mark.asyncio
 async def test_streamed_arguments_are_an_object_even_when_cut(
     make_api: MakeApi, engine: ScriptedEngine
 ) -> None:

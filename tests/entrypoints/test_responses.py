@@ -188,6 +188,25 @@ def test_tool_choice(choice: Any, expected: Any) -> None:
     assert names == (["weather"] if allowed else ["weather", "other"])
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("piece", [1, 1000])
+async def test_what_is_cut_behind_a_call_is_the_last_item_and_alone_incomplete(
+    make_api: MakeApi, engine: ScriptedEngine, piece: int
+) -> None:
+    """Of a whole reply, too, and of a stream that comes in one piece."""
+    call = '[{"name": "weather", "parameters": {"city": "Köln"}}'
+    engine.script, engine.piece, engine.finish_reason = call + ', {"na', piece, "length"
+    api = make_api(**PARSERS)
+    body: Any = {"model": "fake", "input": "hi", "tools": [TOOL], "tool_choice": "required"}
+    whole = await api.responses.create(**body)
+    *_, last = [event async for event in await api.responses.create(stream=True, **body)]
+    for response in (whole, last.response):
+        first, second = response.output
+        assert (first.type, first.status) == ("function_call", "completed")
+        assert (second.type, second.status) == ("message", "incomplete")
+        assert second.content[0].text == '{"na'
+
+
 @pytest.mark.parametrize(
     ("body", "parameter", "instead"),
     [
@@ -209,6 +228,18 @@ def test_tool_choice(choice: Any, expected: Any) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "run it in the client"),
         ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", '"required"'),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name", "name"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": ["weather"]}],
+                },
+            },
+            "tool_choice.tools.0",
+            "no tool",
+        ),
         ({"input": []}, "input", "at least one"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0", "the item itself"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "function_call_output"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The small routes: health, models, decisions, metrics, tokenise, development."""
 
+import re
+
 import httpx
 import pytest
 
@@ -109,12 +111,19 @@ async def test_unsupported_routes_say_what_to_use(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
 ) -> None:
     for method in ("GET", "POST"):
-        reply = await client.request(method, path.replace("{response_id}", "resp_1"))
+        reply = await client.request(method, re.sub(r"{\w+}", "resp_1", path))
         error = reply.json()["error"]
         anthropic = path.startswith("/v1/messages")
         assert reply.status_code == 501 and error.get("code") == (None if anthropic else 501)
         assert error["type"] == ("api_error" if anthropic else "NotImplementedError")
         assert path in error["message"] and UNSUPPORTED[path] in error["message"]
+
+
+async def test_what_the_official_client_may_ask_for_besides_text(client: httpx.AsyncClient) -> None:
+    for path in ("files", "batches/b", "moderations", "images/edits", "chat/completions/c"):
+        assert (await client.get(f"/v1/{path}")).status_code == 501
+    assert (await client.get("/v1/no_such_route")).status_code == 404
+    assert (await client.get("/v1/chat/completions")).status_code == 405
 
 
 async def test_unsupported_routes_are_guarded_and_hidden(make_client: MakeClient) -> None:

@@ -54,6 +54,17 @@ async def test_answers_are_in_order_and_complete(engine: FakeAsyncLLM) -> None:
 
 
 @pytest.mark.asyncio
+async def test_responses(engine: FakeAsyncLLM) -> None:
+    def line(custom_id: str, **body: Any) -> Line:
+        return {"custom_id": custom_id, "url": "/v1/responses", "body": {"input": "hi", **body}}
+
+    found, counts = await answers(engine, line("a", max_output_tokens=5), line("b", store=True))
+    assert counts == BatchCounts(2, 1)
+    assert found[0]["response"]["body"]["output"][0]["content"][0]["text"].startswith("Gr")
+    assert found[1]["error"]["param"] == "store"
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [

@@ -12,7 +12,6 @@ from tests.fuzz.scenarios import Fuzzer
 from vllm.v1.core.checkpoint_keeper import CheckpointKeeper
 from vllm.v1.core.idle_queue import IdleQueue
 from vllm.v1.core.sched.results import SchedulerResults
-from vllm.v1.core.sched.state import finish_output
 from vllm.v1.worker import worker
 
 pytestmark = pytest.mark.slow
@@ -66,7 +65,7 @@ def test_a_file_with_a_row_more_than_the_reply_counts(
     monkeypatch.setattr(
         SchedulerResults,
         "_finish_or_wait",
-        lambda self, request: finish_output(request, self._finish(request)),
+        lambda self, request: request.last_output(self._finish(request)),
     )
     assert finds(fuzzer, "tokens, the reply counts", "served", ["llama"], True)
 

@@ -284,6 +284,9 @@ def test_ranks_and_replicas(supernet: Supernet, layout: dict[str, int]) -> None:
         for output, one in zip(outputs, asked, strict=True):
             supernet.assert_equals(output, one)
         assert llm.change_placement("careful") == [{0: "attention", 1: "kda"}] * 2
+        if "data_parallel_size" in layout:
+            now = llm.llm_engine.vllm_config.cache_config.capacity_tokens
+            assert llm.llm_engine.engine_core.router._chooser._capacities.sum() == now
         llm.sleep(2)
         llm.wake_up()
         for output in run(llm, [None, "careful"], [PROMPTS[1]] * 2):

@@ -105,6 +105,16 @@ def test_modelopts_own_file(
     )
 
 
+def test_the_other_name_of_a_compressed_checkpoints_configuration(tmp_path: Path) -> None:
+    groups = {"config_groups": {"group_0": {"targets": ["Linear"]}}}
+    path = write_config(tmp_path, compression_config=groups)
+    found = {"quant_method": "compressed-tensors", **groups}
+    assert get_config(path).quantization_config == found
+    other = {"quant_method": "fp8"}
+    path = write_config(tmp_path, compression_config=groups, quantization_config=other)
+    assert get_config(path).quantization_config == other
+
+
 @pytest.mark.parametrize("text", ["{", "{}", '{"quantization": 1}'])
 def test_a_broken_file_of_modelopt(tmp_path: Path, text: str) -> None:
     path = write_config(tmp_path)

@@ -21,8 +21,10 @@ def checkpoint_tensors(model: str) -> Iterator[tuple[str, Tensor]]:
         safetensors_files,
         safetensors_weights_iterator,
     )
+    from vllm.transformers_utils.config import read_config_dict
 
-    plan = safetensors_files(checkpoint_dir(model, None, None, ()))
+    named = read_config_dict(model).get("transformers_weights")
+    plan = safetensors_files(checkpoint_dir(model, None, None, ()), named=named)
     return safetensors_weights_iterator(plan)
 
 

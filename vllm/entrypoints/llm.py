@@ -180,13 +180,26 @@ class LLM(LLMRefusals):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation or of each of a list."""
+        """Generate the next message of one conversation or of each of a list.
+
+        `tool_choice`: as in the chat API; it decides which `tools` the template sees, and a forced
+        call is the JSON that the reply must be. What the model writes is returned as it is.
+        """
         if add_generation_prompt and continue_final_message:
             raise VLLMValidationError(
                 "add_generation_prompt and continue_final_message cannot both be set",
                 "add_generation_prompt",
             )
+        if tool_choice is not None:
+            from vllm.entrypoints.openai import tool_choice as choices
+
+            tools, tool_choice = choices.only_allowed(tools, tool_choice)
+            if sampling_params is None:
+                sampling_params = self.get_default_sampling_params()
+            choice = choices.choose_tools(tools, tool_choice)
+            sampling_params = choices.with_forced_calls(sampling_params, choice)
         tokenizer = self.get_tokenizer()
         given = chat_template_content_format
         renderer = ConversationRenderer.make(

@@ -23,6 +23,8 @@ class ReasoningParser(ABC):
 
     #: texts that must survive detokenisation even where they are special tokens
     tags: ClassVar[tuple[str, ...]] = ()
+    #: blanks and line ends that `with_reasoning` lets the model write before the content, at most
+    most_space: ClassVar[int] = 0
 
     def __init__(self, prompt: str = "", continued: str = "") -> None:
         self.prompt = prompt

@@ -25,6 +25,7 @@ class ThinkTagParser(ReasoningParser):
     """
 
     tags = (_OPEN, _CLOSE)
+    most_space = 4
 
     #: whether a reply reasons when neither the prompt nor its own first tag says so
     reasons_by_default: ClassVar[bool]
@@ -79,7 +80,7 @@ class ThinkTagParser(ReasoningParser):
     def with_reasoning(self, content: dict[str, Any]) -> dict[str, Any]:
         begin, end = self.bounds()
         reasoning = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-        space = {"type": "regex", "pattern": "[ \\n]{0,4}"}
+        space = {"type": "regex", "pattern": f"[ \\n]{{0,{self.most_space}}}"}
         both = {"type": "sequence", "elements": [reasoning, space, content]}
         return {"type": "or", "elements": [both, content]} if begin else both
 

@@ -57,10 +57,12 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class ToolDelta(msgspec.Struct, frozen=True):
-    """What a piece of text added: content outside of calls, and at most one entry per call."""
+    """What a piece of text added: content outside of calls, and at most one entry per call. `tail`:
+    how many characters of the content, its last ones, came after a call had begun."""
 
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
+    tail: int = 0
 
 
 class ReplyBuilder:
@@ -77,6 +79,7 @@ class ReplyBuilder:
         #: whether calls after the first are reported, or left out
         self.parallel = True
         self._content = ""
+        self._tail = 0
         self._space = ""
         self._spoken = False
         self._names: dict[int, str] = {}
@@ -95,6 +98,8 @@ class ReplyBuilder:
         body = text.rstrip()
         self._space = text[len(body) :]
         self._content += body
+        if self._names:
+            self._tail += len(body)
         self._spoken = self._spoken or bool(body)
         self._open = self._open and not body
 
@@ -150,15 +155,16 @@ class ReplyBuilder:
     def take(self) -> ToolDelta:
         """Everything since the last call of this method."""
         if not self._arguments:  # which holds an entry for every name
-            content, self._content = self._content, ""
+            content, self._content, self._tail = self._content, "", 0
             return ToolDelta(content)
         calls = tuple(
             CallDelta(index, self._names.get(index), arguments, self._ids.get(index))
             for index, arguments in self._arguments.items()
             if (arguments or index in self._names) and (self.parallel or not index)
         )
-        delta = ToolDelta(self._content, calls)
-        self._content, self._names, self._ids, self._arguments = "", {}, {}, {}
+        delta = ToolDelta(self._content, calls, self._tail)
+        self._content, self._tail = "", 0
+        self._names, self._ids, self._arguments = {}, {}, {}
         if self._open:
             self._written = []
         return delta

@@ -125,6 +125,7 @@ def get_config(
     _refuse_speculators(str(model), raw)
     config = _parse(str(model), raw, trust_remote_code, revision, code_revision)
     _settle_rope(config)
+    _adopt_compression(config)
     if getattr(config, "quantization_config", None) is None:
         _add_modelopt(config, str(model), revision)
     if callable(hf_overrides):
@@ -139,6 +140,15 @@ def _settle_rope(config: PretrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if text.to_dict().get("original_max_position_embeddings") is not None:
         text.standardize_rope_params()
+
+
+def _adopt_compression(config: PretrainedConfig) -> None:
+    """`compression_config`, the other name that compressed-tensors has for what it writes, is read
+    where there is no `quantization_config`; transformers leaves it as it is."""
+    for part in (config, config.get_text_config(decoder=True)):
+        found = getattr(part, "compression_config", None)
+        if isinstance(found, Mapping) and getattr(part, "quantization_config", None) is None:
+            part.quantization_config = {"quant_method": "compressed-tensors", **found}
 
 
 def _add_modelopt(config: PretrainedConfig, model: str, revision: str | None) -> None:

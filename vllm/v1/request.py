@@ -10,7 +10,7 @@ from typing import Any
 from vllm.cache_options import CacheOptions, CacheReport
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHasher
-from vllm.v1.engine import EngineCoreRequest, FinishReason, RequestError
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason, RequestError
 from vllm.v1.structured_output.grammar import RequestGrammar
 
 
@@ -299,6 +299,20 @@ class Request:
 
     def get_finished_reason(self) -> FinishReason | None:
         return RequestStatus.get_finished_reason(self.status)
+
+    def last_output(self, kv_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:
+        """The message of its end, without a new token; `kv_transfer_params`: the connector's, for
+        the client."""
+        return EngineCoreOutput(
+            self.request_id,
+            [],
+            finish_reason=self.get_finished_reason(),
+            stop_reason=self.stop_reason,
+            error=self.error,
+            kv_transfer_params=kv_transfer_params,
+            num_cached_tokens=max(self.num_cached_tokens, 0),
+            num_drafts=self.draft_counts,
+        )
 
     def __lt__(self, other: Request) -> bool:
         """Priority order: smaller `priority` first, then arrival, then id."""

@@ -296,6 +296,25 @@ def test_metrics_of_every_child() -> None:
     assert plain is None
 
 
+def test_gauges_of_two_host_tiers_add_up() -> None:
+    config = multi_config(*[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}] * 2)
+    config.model_config = SimpleNamespace(max_model_len=16, served_names=["m"])
+    registry = CollectorRegistry()
+    metrics = EngineMetrics(config, registry, 0)
+    steps: list[list[dict[str, float]]] = [
+        [{"host_bytes": 100.0, "host_used_bytes": 10.0}, {"host_bytes": 200.0}],
+        [{"host_used_bytes": 30.0}, {"host_used_bytes": 5.0}],
+        [{"host_used_bytes": 20.0}, {}],
+    ]
+    for parts in steps:
+        data = {f"{i}:OffloadingConnector": {"data": part} for i, part in enumerate(parts)}
+        metrics.record_scheduler(SchedulerStats(connector=data))
+    labels = {"model_name": "m", "engine": "0"}
+    names = ("capacity", "used")
+    found = [registry.get_sample_value(f"vllm:kv_offload_host_{n}_bytes", labels) for n in names]
+    assert found == [300, 25]
+
+
 def test_groups_only_if_all_children_can() -> None:
     for children, expected in (
         ([child(), child()], True),

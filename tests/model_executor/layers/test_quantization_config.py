@@ -62,7 +62,8 @@ BY_GROUP = {**FLOAT8, "strategy": "group", "group_size": 128, "dynamic": True}
 
 
 def test_compressed_blocks() -> None:
-    config = fp8_from_compressed_tensors(compressed(BLOCK, BY_GROUP, ignore=["lm_head"]))
+    no_more = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
+    config = fp8_from_compressed_tensors(compressed(BLOCK, BY_GROUP, ignore=["lm_head"], **no_more))
     assert (config.weights, config.excluded) == ("block", ("lm_head",))
     assert config.suffixes == {".weight_scale": ".weight_scale_inv"}
 
@@ -121,6 +122,14 @@ def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) ->
         (compressed(BLOCK, {**BY_GROUP, "dynamic": False}), "static"),
         (compressed(BLOCK, {**FLOAT8, "strategy": "token", "dynamic": True}), "per block"),
         ({"config_groups": {}}, r"0 group\(s\)"),
+        (
+            compressed(BLOCK, BY_GROUP, sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparsity format 'sparse-24-bitmask'.*supported: dense",
+        ),
+        (
+            compressed(BLOCK, BY_GROUP, transform_config={"config_groups": {"R1": {}}}),
+            r"rotations of activations \(transform_config\)",
+        ),
     ],
 )
 def test_other_compressed_variants_are_refused(stored: dict[str, Any], message: str) -> None:

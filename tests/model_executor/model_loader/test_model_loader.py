@@ -130,6 +130,32 @@ def test_a_whole_checkpoint_beside_an_index(tmp_path: Path) -> None:
     assert safetensors_files(tmp_path) == {one: [one.name]}
 
 
+def test_the_config_may_name_the_weights(checkpoint: Path) -> None:
+    """As transformers has it, whatever else is there: a file, or an index of some."""
+    expected = parameters(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+
+    def name(file: object) -> None:
+        fields = {**config, "transformers_weights": file}
+        (checkpoint / "config.json").write_text(json.dumps(fields))
+
+    shard(checkpoint)
+    (checkpoint / "model.safetensors.index.json").rename(checkpoint / "own.safetensors.index.json")
+    save_file({"junk": torch.zeros(1)}, checkpoint / "model.safetensors")
+    name("own.safetensors.index.json")
+    assert_equal(parameters(checkpoint), expected)
+    for wrong in ("../model.safetensors", "pytorch_model.bin", "a/b.safetensors", 3):
+        name(wrong)
+        with pytest.raises(ValueError, match=r"transformers_weights .* is not supported; it may"):
+            parameters(checkpoint)
+    name("absent.safetensors")
+    with pytest.raises(ValueError, match="absent.safetensors is absent, which transformers_w"):
+        parameters(checkpoint)
+    name("whole.safetensors")
+    shutil.copy(tiny_model("qwen3_5") / "model.safetensors", checkpoint / "whole.safetensors")
+    assert_equal(parameters(checkpoint), expected)
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_unreadable_index(checkpoint: Path, text: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(text)

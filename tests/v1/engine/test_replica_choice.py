@@ -113,6 +113,16 @@ def test_prefixes_age_as_the_replica_takes_others() -> None:
     assert engine.chooser.choose(work_of(prompt), pinned=1).hit_tokens == 0
 
 
+def test_prefixes_age_by_what_the_replica_holds_now() -> None:
+    engine, prompt = Engine(2, capacity=1000), tokens_of(0, 160)
+    engine.chooser.use_capacities([500, 4000])
+    for rank in (0, 1):
+        for seed in (0, *range(1, 8)):
+            engine.run(work_of(tokens_of(seed, 160 if seed == 0 else 200)), pinned=rank)
+    hits = [engine.chooser.choose(work_of(prompt), pinned=rank).hit_tokens for rank in (0, 1)]
+    assert hits == [0, 159]
+
+
 def test_salts_part_equal_prompts() -> None:
     prompt = tokens_of(0, 64)
     plain, salted, again = (work_of(prompt, salt=salt).chain for salt in (None, "a", "a"))

@@ -104,10 +104,9 @@ class ServingMessages:
         send their model's maximum: then the reply may fill the context.
         """
         chat_request = await self._to_chat(request)
-        turn = await ChatTurn.begin(self.chat, chat_request, context, "msg", PARAMETERS)
-        params = turn.planned.params
-        params.max_tokens = min(request.max_tokens, params.max_tokens or request.max_tokens)
-        reply = MessageReply(turn, request.max_tokens > params.max_tokens)
+        most = request.max_tokens
+        turn = await ChatTurn.begin(self.chat, chat_request, context, "msg", PARAMETERS, most)
+        reply = MessageReply(turn, most > (turn.planned.params.max_tokens or most))
         if request.stream:
             return EventSource(reply.stream(), end)
         async for piece in turn.pieces():

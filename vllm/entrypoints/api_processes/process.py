@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.siblings import Siblings, abort_replies
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 from vllm.utils.parent_watch import watch_parent
+from vllm.v1.engine.placements import PlacementChange, show_placement
 from vllm.v1.engine.sleep import SleepState, check_mode, check_sleep, check_tags
 from vllm.v1.serial_utils import unpickle_setup
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
+    from vllm.model_executor.placements import Placement
     from vllm.v1.engine.async_client import AttachedClient
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_link import RunningCore
@@ -58,6 +60,14 @@ class ApiSetup:
     sleep: SleepState
 
 
+@dataclass(frozen=True)
+class JointState:
+    """What all processes know alike. `placed`: the last change of the placement, if any."""
+
+    sleep: SleepState
+    placed: tuple[Placement, PlacementChange] | None = None
+
+
 class ServedTogether(Siblings):
     """This process and those that the supervisor knows."""
 
@@ -79,6 +89,10 @@ class ServedTogether(Siblings):
     async def wake_up(self, tags: Iterable[str] | None) -> None:
         await self._port.call("wake_up", check_tags(tags))
 
+    async def change_placement(self, placement: Placement, mode: str) -> None:
+        chosen = self._engine.rest.placement_to_use(placement, mode)
+        await self._port.call("overlap_placement", chosen)
+
 
 class CommandedEngine:
     """What the supervisor may ask of this process."""
@@ -94,15 +108,18 @@ class CommandedEngine:
         self._finish = finish
 
     async def begin(self, port: ControlPort) -> None:
-        """The server is ready: from now on this process hears of every sleep and wake-up, and now
-        of those during its start."""
-        self._engine.front_end.adopt_sleep(await port.call("ready"))
+        """The server is ready: from now on this process hears of every sleep, wake-up and change of
+        the placement, and now of those during its start."""
+        state: JointState = await port.call("ready")
+        self._engine.front_end.adopt_sleep(state.sleep)
+        if state.placed is not None:
+            await self.placed(*state.placed)
 
     def handlers(self) -> Handlers:
         """All of it, by name."""
         own = (
             *(self.abort, self.metrics, self.rest, self.go_on, self.slept),
-            *(self.call_off, self.woke_up, self.lose_core, self.stop),
+            *(self.call_off, self.woke_up, self.placed, self.lose_core, self.stop),
         )
         return {handler.__name__: handler for handler in own}
 
@@ -139,6 +156,10 @@ class CommandedEngine:
     async def woke_up(self, tags: tuple[str, ...]) -> None:
         """These parts of the core are awake."""
         self._engine.front_end.note_wake_up(tags)
+
+    async def placed(self, placement: Placement, change: PlacementChange) -> None:
+        """Requests that do not choose have another placement."""
+        show_placement(self._engine.vllm_config, placement, change)
 
     async def lose_core(self, cause: str) -> None:
         """The core has died."""

@@ -18,8 +18,13 @@ from typing import Any
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.control import ControlPort, Handlers, PeerGoneError
-from vllm.entrypoints.api_processes.process import ApiSetup, run_api_process
-from vllm.entrypoints.api_processes.together import JointMetrics, JointSleep, tell_all
+from vllm.entrypoints.api_processes.process import ApiSetup, JointState, run_api_process
+from vllm.entrypoints.api_processes.together import (
+    JointMetrics,
+    JointPlacement,
+    JointSleep,
+    tell_all,
+)
 from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.restart import note_stop
@@ -31,7 +36,6 @@ from vllm.v1.engine.async_client import AsyncMPClient
 from vllm.v1.engine.core_link import RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
-from vllm.v1.engine.sleep import SleepState
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.serial_utils import pickle_setup
 
@@ -90,6 +94,7 @@ class Supervisor:
         self._core: AsyncMPClient
         self._metrics: JointMetrics
         self._sleep: JointSleep
+        self._placement: JointPlacement
         self._tallies: Tallies
         #: of several replicas
         self._board_path: str | None = None
@@ -123,6 +128,7 @@ class Supervisor:
             self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
+            self._placement = JointPlacement(self._core, self._ports, self._vllm_config)
             loop = asyncio.get_running_loop()
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self._take_signal, number)
@@ -166,10 +172,10 @@ class Supervisor:
     def _handlers(self, process: _ApiProcess) -> Handlers:
         """What a process may ask for."""
 
-        async def ready() -> SleepState:
+        async def ready() -> JointState:
             process.is_ready = True
             self._failed_starts = 0
-            return self._sleep.state
+            return JointState(self._sleep.state, self._placement.placed)
 
         async def abort(reply_ids: list[str]) -> None:
             await tell_all(self._ports(), "abort", reply_ids)
@@ -180,6 +186,7 @@ class Supervisor:
             "metrics_text": self._metrics.text,
             "sleep": self._sleep.sleep,
             "wake_up": self._sleep.wake_up,
+            "overlap_placement": self._placement.overlap,
         }
 
     def _ports(self) -> dict[int, ControlPort]:

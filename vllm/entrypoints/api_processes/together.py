@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several API processes do as one server: metrics, aborts, sleep."""
+"""What several API processes do as one server: metrics, aborts, sleep, placements."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
@@ -14,11 +16,15 @@ from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.engine.async_client import AsyncMPClient
+from vllm.v1.engine.placements import PlacementChange, show_placement
 from vllm.v1.engine.sleep import TAGS, SleepState
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
 from vllm.v1.metrics.prometheus import REGISTRY
 from vllm.v1.metrics.stats import IterationStats
+
+if TYPE_CHECKING:
+    from vllm.model_executor.placements import Placement
 
 logger = init_logger(__name__)
 
@@ -149,6 +155,26 @@ class JointSleep:
             if not self.state.asleep:
                 self._metrics.record_sleep(0)
             await tell_all(self._ports(), "woke_up", chosen)
+
+
+class JointPlacement:
+    """Changes the placement of requests that do not choose one, and all processes show it."""
+
+    def __init__(self, core: AsyncMPClient, ports: Ports, vllm_config: VllmConfig) -> None:
+        self._core = core
+        self._ports = ports
+        self._vllm_config = vllm_config
+        self._lock = asyncio.Lock()
+        #: the last change
+        self.placed: tuple[Placement, PlacementChange] | None = None
+
+    async def overlap(self, placement: Placement) -> None:
+        """See `AsyncLLM.change_placement`."""
+        async with self._lock:
+            change = await self._core.call_utility("overlap_placement", placement)
+            show_placement(self._vllm_config, placement, change)
+            self.placed = placement, change
+            await tell_all(self._ports(), "placed", placement, change)
 
 
 async def tell_all(ports: dict[int, ControlPort], name: str, *args: Any) -> None:

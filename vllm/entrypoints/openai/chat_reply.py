@@ -14,7 +14,7 @@ from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.tool_choice import ToolChoice, ToolMode
 from vllm.reasoning import ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
-from vllm.tool_parsers.base import ToolSchemas
+from vllm.tool_parsers.base import ToolDelta, ToolSchemas
 from vllm.tool_parsers.json_list import JsonListParser
 
 
@@ -87,11 +87,13 @@ class ChatParsers:
 
 
 class ReplyDelta(msgspec.Struct, frozen=True):
-    """What a piece of generated text added to the message."""
+    """What a piece of generated text added to the message. `tail`: how many characters of the
+    content, its last ones, came after a call had begun."""
 
     reasoning: str
     content: str
     calls: tuple[CallDelta, ...]
+    tail: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """The `delta` of a chunk, without unset keys."""
@@ -106,15 +108,21 @@ class ReplyDelta(msgspec.Struct, frozen=True):
 
 
 class ReplySplitter:
-    """Splits one reply, whole or in pieces."""
+    """Splits one reply, whole or in pieces.
+
+    `is_constrained`: a constraint follows the reasoning; the space between them is of neither.
+    """
 
     def __init__(
         self,
         reasoning: ReasoningParser | None,
         tool: ToolParser | None,
         include_reasoning: bool,
+        is_constrained: bool = False,
     ) -> None:
         self._reasoning = reasoning
+        #: characters of space that may still come before the content
+        self._space = reasoning.most_space if reasoning is not None and is_constrained else 0
         self._tool = tool
         self._include_reasoning = include_reasoning
         #: whether a call was reported
@@ -129,12 +137,20 @@ class ReplySplitter:
             if finished:
                 rest = self._reasoning.finish()
                 reasoning, content = reasoning + rest.reasoning, content + rest.content
-        calls: tuple[CallDelta, ...] = ()
+            if self._space:
+                content = self._without_space(content)
+        found = ToolDelta(content)
         if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
-            content, calls = found.content, found.calls
-            self.called = self.called or bool(calls)
-        return ReplyDelta(reasoning if self._include_reasoning else "", content, calls)
+            self.called = self.called or bool(found.calls)
+        shown = reasoning if self._include_reasoning else ""
+        return ReplyDelta(shown, found.content, found.calls, found.tail)
+
+    def _without_space(self, content: str) -> str:
+        begin = len(content) - len(content.lstrip(" \n"))
+        dropped = min(begin, self._space)
+        self._space = self._space - dropped if begin == len(content) else 0
+        return content[dropped:]
 
     def finish_reason(self, reason: str | None) -> str | None:
         """The reason to report: a reply with calls that ended by itself ended for them."""
@@ -146,6 +162,7 @@ def make_splitter(
     choice: ToolChoice,
     reasoning: ReasoningParser | None,
     include_reasoning: bool,
+    is_constrained: bool,
 ) -> ReplySplitter | None:
     """The splitter for one reply, None when all of its text is content."""
     tool: ToolParser | None = None
@@ -161,7 +178,7 @@ def make_splitter(
         tool.reply.parallel = choice.parallel
         if parsers.tool is not None:
             tool.reply.new_call_id = parsers.tool.new_call_id
-    return ReplySplitter(reasoning, tool, include_reasoning)
+    return ReplySplitter(reasoning, tool, include_reasoning, is_constrained)
 
 
 def call_object(call: CallDelta) -> dict[str, Any]:

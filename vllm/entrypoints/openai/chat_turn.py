@@ -66,11 +66,12 @@ class ChatTurn:
         context: RequestContext,
         id_prefix: str,
         parameters: Mapping[str, str],
+        most_tokens: int | None = None,
     ) -> ChatTurn:
         """Plan `request`; raises `VLLMValidationError` with the names that `parameters` gives to
-        the chat API's fields."""
+        the chat API's fields. `most_tokens`: see `ServingChat.plan`."""
         try:
-            model, planned = await chat.begin(request, context)
+            model, planned = await chat.begin(request, context, most_tokens)
         except VLLMValidationError as error:
             raise renamed(error, parameters) from None
         base_id = planned.request_id.partition("-")[2]

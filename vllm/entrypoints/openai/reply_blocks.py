@@ -58,18 +58,20 @@ class BlockEvents(ABC):
         """The events that end `block`."""
 
     def feed(self, delta: ReplyDelta) -> list[Event]:
-        """The events of one delta: what belongs to the open call comes before anything new."""
+        """The events of one delta: what belongs to the open call comes before anything new, and
+        what was said after a new call behind it."""
+        before = len(delta.content) - delta.tail
         events: list[Event] = []
         for call in delta.calls:
             if call.name is None:
                 events += self._extend(call.arguments)
         events += self._say(BlockKind.REASONING, delta.reasoning)
-        events += self._say(BlockKind.TEXT, delta.content)
+        events += self._say(BlockKind.TEXT, delta.content[:before])
         for call in delta.calls:
             if call.name is not None:
                 events += self.begin(BlockKind.CALL, call.name, call.call_id)
                 events += self._extend(call.arguments)
-        return events
+        return events + self._say(BlockKind.TEXT, delta.content[before:])
 
     def begin(self, kind: BlockKind, name: str = "", call_id: str | None = None) -> list[Event]:
         """Close the open block and open a new one."""

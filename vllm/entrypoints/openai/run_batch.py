@@ -23,8 +23,8 @@ from tqdm import tqdm
 
 from vllm.entrypoints.openai.errors import APIError
 
-#: where a line may go; answers of other routes are no JSON objects
-URLS = ("/v1/chat/completions", "/v1/completions")
+#: where a line may go: the routes of the batch API that generate text
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
 @dataclass(frozen=True)

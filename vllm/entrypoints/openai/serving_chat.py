@@ -38,7 +38,7 @@ from vllm.entrypoints.openai.serving_engine import (
 )
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.streaming import EventSource
-from vllm.entrypoints.openai.tool_choice import ToolChoice, resolve_tool_choice
+from vllm.entrypoints.openai.tool_choice import ToolChoice, only_allowed, resolve_tool_choice
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
@@ -123,11 +123,14 @@ class ServingChat(OpenAIServing):
         )
 
     async def begin(
-        self, request: ChatCompletionRequest, context: RequestContext
+        self,
+        request: ChatCompletionRequest,
+        context: RequestContext,
+        most_tokens: int | None = None,
     ) -> tuple[str, PlannedChat]:
         """The served name of the model and the plan of a request whose reply can be parsed."""
         model = self.models.check(request.model)
-        planned = await self.plan(request, context.base_id(request.request_id))
+        planned = await self.plan(request, context.base_id(request.request_id), most_tokens)
         self.parsers.check(planned.choice)
         return model, planned
 
@@ -145,18 +148,26 @@ class ServingChat(OpenAIServing):
             mark_messages=request.cache_checkpoints == "messages",
         )
 
-    async def plan(self, request: ChatCompletionRequest, base_id: str) -> PlannedChat:
-        """Validate, apply the template, tokenise and derive the engine's parameters."""
+    async def plan(
+        self, request: ChatCompletionRequest, base_id: str, most_tokens: int | None = None
+    ) -> PlannedChat:
+        """Validate, apply the template, tokenise and derive the engine's parameters.
+
+        `most_tokens`: of a reply to a request without `max_tokens`, as far as there is room; None
+        for all that there is.
+        """
         request.check_supported()
         self.limits.check_sequences(1, request.num_choices)
         self.limits.check_sampling(request)
         self.limits.check_checkpoints(request.cache_checkpoints)
+        tools, tool_choice = only_allowed(request.tools, request.tool_choice)
+        request = request.model_copy(update={"tools": tools, "tool_choice": tool_choice})
         choice = resolve_tool_choice(request)
         requested = request.requested_max_tokens
         prompt = await self.prompt(request, requested or 1)
         max_tokens = resolve_max_tokens(
             requested,
-            None,
+            most_tokens,
             len(prompt.token_ids),
             self.models.max_model_len,
             self.options.sampling_defaults.get("max_tokens"),
@@ -195,11 +206,13 @@ class ServingChat(OpenAIServing):
         self, request: ChatCompletionRequest, planned: PlannedChat
     ) -> ReplySplitter | None:
         """What separates one reply into reasoning, content and calls; None for plain text."""
+        constraint = planned.params.structured_outputs
         return make_splitter(
             self.parsers,
             planned.choice,
             self._reasoning_parser(request, planned.prompt),
             request.include_reasoning is not False,
+            is_constrained=constraint is not None and constraint.reasoning is not None,
         )
 
     def _reasoning_parser(

@@ -2,10 +2,13 @@
 """What concerns all processes that serve one engine, whichever of them a client has reached."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from vllm.entrypoints.openai.rendering import PromptRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
+
+if TYPE_CHECKING:
+    from vllm.model_executor.placements import Placement
 
 
 class Siblings(Protocol):
@@ -22,6 +25,9 @@ class Siblings(Protocol):
 
     async def wake_up(self, tags: Iterable[str] | None) -> None:
         """As `AsyncLLM.wake_up`."""
+
+    async def change_placement(self, placement: "Placement", mode: str) -> None:
+        """As `AsyncLLM.change_placement`; afterwards all describe the new one."""
 
 
 class Alone(Siblings):
@@ -42,6 +48,9 @@ class Alone(Siblings):
 
     async def wake_up(self, tags: Iterable[str] | None) -> None:
         await self._engine.wake_up(None if tags is None else list(tags))
+
+    async def change_placement(self, placement: "Placement", mode: str) -> None:
+        await self._engine.change_placement(placement, mode)
 
 
 async def abort_replies(engine: AsyncLLM, reply_ids: list[str]) -> None:

@@ -77,7 +77,8 @@ class SafetensorsModelLoader(BaseModelLoader):
         directory = checkpoint_dir(
             model_config.model, model_config.revision, self.load_config.download_dir, patterns
         )
-        plan = safetensors_files(directory, patterns)
+        named = getattr(model_config.hf_config, "transformers_weights", None)
+        plan = safetensors_files(directory, patterns, named)
         if isinstance(model, LoadsPart) and model.is_part:
             plan, left_out = part_of(plan, model.wants)
             model.leave_out(left_out)

@@ -22,6 +22,7 @@ from vllm.model_executor.parameter import default_weight_loader as default_weigh
 from vllm.model_executor.parameter import load_sections, sharded_section
 
 INDEX_NAME = "model.safetensors.index.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
 #: file -> names to read from it, None for all
 FilePlan = dict[Path, list[str] | None]
@@ -47,30 +48,30 @@ def checkpoint_dir(
     )
 
 
-def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> FilePlan:
-    """The files to read: `model.safetensors`, which is the whole checkpoint unless the index names
-    it, else what the index names, else every safetensors file.
+def safetensors_files(
+    directory: Path, ignore_patterns: Sequence[str] = (), named: object = None
+) -> FilePlan:
+    """The files to read: `named`, the config's `transformers_weights`, a file or an index; without
+    it `model.safetensors`, which is the whole checkpoint unless the index names it, else what the
+    index names, else every safetensors file.
 
-    Raises ValueError when there is none, when the index is unreadable or names an absent file, and
-    when two files have a tensor of one name.
+    Raises ValueError when there is none, when the index is unreadable or names an absent file, when
+    `named` is no such file, and when two files have a tensor of one name.
     """
     files = [
         path
         for path in sorted(directory.glob("*.safetensors"))
         if not any(fnmatch(path.name, pattern) for pattern in ignore_patterns)
     ]
+    if named is not None:
+        return _named_files(directory, named, files)
     index, whole = directory / INDEX_NAME, directory / WHOLE_NAME
     indexed = _indexed_files(index) if index.is_file() else {}
     if whole in files and whole not in indexed:
-        left_out = [path.name for path in (*indexed, *files) if path != whole]
-        if left_out:
-            why = f"unless {INDEX_NAME} names it, it is the whole checkpoint, as for transformers"
-            instead = f"reading {', '.join(dict.fromkeys(left_out))}"
-            decisions.record("checkpoint files", WHOLE_NAME, why, instead)
+        why = f"unless {INDEX_NAME} names it, it is the whole checkpoint, as for transformers"
+        _record_choice(WHOLE_NAME, why, [path for path in (*indexed, *files) if path != whole])
         return {whole: None}
-    absent = [path.name for path in indexed if not path.is_file()]
-    if absent:
-        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
+    _check_present(index, indexed)
     if indexed:
         return indexed
     if not files:
@@ -80,6 +81,38 @@ def safetensors_files(directory: Path, ignore_patterns: Sequence[str] = ()) -> F
     if len(files) > 1:
         _check_apart(files)
     return {path: None for path in files}
+
+
+def _named_files(directory: Path, named: object, files: Sequence[Path]) -> FilePlan:
+    """What `transformers_weights` names, of a directory with `files`."""
+    is_name = isinstance(named, str) and Path(named).name == named
+    if not is_name or not str(named).endswith((".safetensors", _INDEX_SUFFIX)):
+        raise VLLMValidationError(
+            f"{directory / 'config.json'}: transformers_weights {named!r} is not supported; it may "
+            f"name a file *.safetensors, or an index *{_INDEX_SUFFIX}, in the same directory"
+        )
+    path = directory / str(named)
+    if not path.is_file():
+        raise VLLMValidationError(f"{path} is absent, which transformers_weights names")
+    plan: FilePlan = {path: None}
+    if path.name.endswith(_INDEX_SUFFIX):
+        plan = _indexed_files(path)
+        _check_present(path, plan)
+    why = "config.json names it in transformers_weights"
+    _record_choice(path.name, why, [other for other in files if other not in plan])
+    return plan
+
+
+def _record_choice(chosen: str, why: str, left_out: Sequence[Path]) -> None:
+    if left_out:
+        names = dict.fromkeys(path.name for path in left_out)
+        decisions.record("checkpoint files", chosen, why, f"reading {', '.join(names)}")
+
+
+def _check_present(index: Path, indexed: FilePlan) -> None:
+    absent = [path.name for path in indexed if not path.is_file()]
+    if absent:
+        raise VLLMValidationError(f"{index} names absent files: {', '.join(absent)}")
 
 
 def _check_apart(files: Sequence[Path]) -> None:

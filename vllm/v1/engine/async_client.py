@@ -15,7 +15,7 @@ from vllm.v1.engine.core_client import DEATH_CHECK_S, MPClient, start_replicas
 from vllm.v1.engine.core_link import AttachedLink, CoreLink, RunningCore
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.replica_board import BoardShare
-from vllm.v1.engine.replicas import combined, undo
+from vllm.v1.engine.replicas import undo
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -94,7 +94,7 @@ class AsyncClient(MPClient):
         answers = await asyncio.gather(*calls, return_exceptions=True)
         replicas, call = undo(method, answers)
         await asyncio.gather(*(asyncio.wrap_future(self.links[i].call(*call)) for i in replicas))
-        return combined(method, self._ranks, answers)
+        return self._joined(method, answers)
 
 
 class AsyncMPClient(AsyncClient):

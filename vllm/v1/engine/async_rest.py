@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_client import AsyncClient
 from vllm.v1.engine.output_handler import OutputHandler
-from vllm.v1.engine.placements import PlacementChange, PlacementGate, busy
+from vllm.v1.engine.placements import PlacementChange, PlacementGate, busy, show_placement
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
 
 if TYPE_CHECKING:
@@ -91,17 +91,9 @@ class AsyncRest:
 
     async def change_placement(self, placement: Placement, mode: str) -> list[dict[int, str]]:
         """See `AsyncLLM.change_placement`."""
-        check_mode(mode, ("wait", "refuse", "overlap"))
-        placement = self._front_end.placement_of(placement)
+        placement = self.placement_to_use(placement, mode)
         if mode == "overlap":
             return await self._overlap_placement(placement)
-        if self._engine_core.shares_core:
-            raise VLLMValidationError(
-                "several API processes serve this engine, and none can hold back the others' "
-                "requests; change the placement with mode 'overlap', or start the engine with "
-                "--api-server-count 1",
-                "mode",
-            )
         async with self.placement_gate.closed():
             if self._engine_core.router is not None:
                 # All replicas or none: not before none of them has a request.
@@ -114,16 +106,29 @@ class AsyncRest:
                 await asyncio.sleep(_TICK_S)
         return change.placements
 
-    async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
-        if self._engine_core.router is not None:
+    def placement_to_use(self, asked: Placement, mode: str) -> Placement:
+        """What `asked` is, or is an alias of; `VLLMValidationError` for a mode that is not possible
+        here."""
+        check_mode(mode, ("wait", "refuse", "overlap"))
+        if mode == "overlap" and self._engine_core.router is not None:
             raise VLLMValidationError(
                 "mode 'overlap' is for one replica: others may find no place for the placement; "
                 "use 'wait'",
                 "mode",
             )
+        if mode != "overlap" and self._engine_core.shares_core:
+            raise VLLMValidationError(
+                "several API processes serve this engine, and none can hold back the others' "
+                "requests; change the placement with mode 'overlap', or start the engine with "
+                "--api-server-count 1",
+                "mode",
+            )
+        return self._front_end.placement_of(asked)
+
+    async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
         utility = self._engine_core.call_utility("overlap_placement", placement)
         change: PlacementChange = await asyncio.shield(utility)
-        self._front_end.show_placement(placement, change)
+        show_placement(self._front_end.vllm_config, placement, change)
         return change.placements
 
     async def _no_request_runs(self, mode: str) -> None:
@@ -137,5 +142,5 @@ class AsyncRest:
             "change_placement", placement
         )
         if not change.is_busy:
-            self._front_end.show_placement(placement, change)
+            show_placement(self._front_end.vllm_config, placement, change)
         return change

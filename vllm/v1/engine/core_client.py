@@ -74,8 +74,8 @@ class EngineCoreClient(ABC):
         """Queue requests; none of them is scheduled before the core knows all."""
 
     @abstractmethod
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
-        """End requests; returns the rank of the replica where each of them ran."""
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests."""
 
     @abstractmethod
     def stop_requests(self, stops: list[StopRequest]) -> None:
@@ -158,9 +158,8 @@ class InprocClient(EngineCoreClient):
                 if refused is not None:
                     self._refused.append(refused)
 
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
+    def abort_requests(self, request_ids: list[str]) -> None:
         self.engine_core.abort_requests(request_ids)
-        return [self._rank] * len(request_ids)
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
         self.engine_core.stop_requests(stops)
@@ -234,17 +233,12 @@ class MPClient:
             for replica, own in placed.items():
                 self.links[replica].add(own)
 
-    def abort_requests(self, request_ids: list[str]) -> list[int]:
-        """End requests; returns the rank of the replica where each of them ran, the first one of
-        those that have ended there."""
+    def abort_requests(self, request_ids: list[str]) -> None:
         groups = self._by_replica(request_ids, lambda request_id: request_id)
         if self.router is not None:
             self.router.end(request_ids)
-        ranks: dict[str, int] = {}
         for replica, own in groups.items():
             self.links[replica].abort(own)
-            ranks |= dict.fromkeys(own, self._ranks[replica])
-        return [ranks.get(request_id, self._ranks[0]) for request_id in request_ids]
 
     def stop_requests(self, stops: list[StopRequest]) -> None:
         for replica, own in self._by_replica(stops, lambda stop: stop.request_id).items():
@@ -272,6 +266,13 @@ class MPClient:
                 dead.set_exception(error)
                 futures.append(dead)
         return futures
+
+    def _joined(self, method: str, answers: Sequence[Any]) -> Any:
+        """The answers of all replicas as one; see `combined`."""
+        answer = combined(method, self._ranks, answers)
+        if method == "change_placement" and self.router is not None and not answer.is_busy:
+            self.router.use_capacities([one.capacity_tokens for one in answers])
+        return answer
 
     @property
     def _ranks(self) -> list[int]:
@@ -351,7 +352,7 @@ class SyncMPClient(MPClient, EngineCoreClient):
         replicas, call = undo(method, answers)
         for future in [self.links[i].call(*call) for i in replicas]:
             future.result()
-        return combined(method, self._ranks, answers)
+        return self._joined(method, answers)
 
     def flush(self) -> Iterator[EngineCoreOutputs]:
         """The core's own loop goes on as long as there is anything to wait for, and what it says

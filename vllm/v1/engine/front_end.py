@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.placements import Placement
-    from vllm.v1.engine.placements import PlacementChange
     from vllm.v1.engine.replica_router import ReplicaRouter
 
 
@@ -61,7 +60,8 @@ class FrontEnd:
         `router`: chooses among several. One of several front ends leaves the log to the process
         that knows them all."""
         if self.log_stats:
-            self._loggers = StatLoggerManager(configs, self.metrics, shows_log=alone)
+            rank_of = None if router is None else router.rank_of
+            self._loggers = StatLoggerManager(configs, self.metrics, alone, rank_of)
             if router is not None:
                 self.metrics.register(router.collector(self.model_config.served_names[0]))
         return self._loggers
@@ -94,15 +94,6 @@ class FrontEnd:
         """What is asked for, or what it is an alias of."""
         aliases = self.model_config.placement_aliases
         return aliases.get(asked, asked) if isinstance(asked, str) else asked
-
-    def show_placement(self, placement: Placement, change: PlacementChange) -> None:
-        """From now on the configuration describes another placement."""
-        cache = self.vllm_config.cache_config
-        self.model_config.placement = (
-            placement if isinstance(placement, str) else ",".join(placement)
-        )
-        cache.num_gpu_blocks = change.num_gpu_blocks
-        cache.capacity_tokens = change.capacity_tokens
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

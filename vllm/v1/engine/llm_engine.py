@@ -16,7 +16,13 @@ from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient, InprocClient, SyncMPClient
 from vllm.v1.engine.parallel_sampling import child_requests
-from vllm.v1.engine.placements import PlacementChange, asked_for, busy, placement_to_admit
+from vllm.v1.engine.placements import (
+    PlacementChange,
+    asked_for,
+    busy,
+    placement_to_admit,
+    show_placement,
+)
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric
 from vllm.v1.metrics.stats import IterationStats
@@ -169,9 +175,9 @@ class LLMEngine:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         ended = IterationStats()
         aborted, outputs = self.output_processor.abort_requests(ids, ended)
-        ranks = self.engine_core.abort_requests(aborted)
         if self._loggers is not None:
-            self._loggers.record_aborted(ended, ranks)
+            self._loggers.record_aborted(aborted, ended)
+        self.engine_core.abort_requests(aborted)
         self._flush_if_idle()
         return outputs
 
@@ -242,7 +248,7 @@ class LLMEngine:
             if not several:
                 raise busy()
             time.sleep(_TICK_S)  # a replica has yet to take in the end of its last request
-        self._front_end.show_placement(placement, change)
+        show_placement(self.vllm_config, placement, change)
         return change.placements
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:

@@ -91,9 +91,9 @@ class OutputHandler:
     def _tell_of(self, aborted: list[str], ended: IterationStats) -> None:
         if not aborted or self.dead_error is not None:
             return
-        ranks = self._engine_core.abort_requests(aborted)
         if self._loggers is not None:
-            self._loggers.record_aborted(ended, ranks)
+            self._loggers.record_aborted(aborted, ended)
+        self._engine_core.abort_requests(aborted)
 
     def stop(self) -> None:
         """The core is shut down."""

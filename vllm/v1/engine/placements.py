@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.placements import Placement
     from vllm.v1.engine import EngineCoreRequest
 
@@ -69,6 +69,14 @@ class PlacementChange:
     placements: list[dict[int, str]]
     num_gpu_blocks: int | None = None
     capacity_tokens: int | None = None
+
+
+def show_placement(vllm_config: VllmConfig, placement: Placement, change: PlacementChange) -> None:
+    """From now on the configuration describes another placement."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    assert model is not None
+    model.placement = placement if isinstance(placement, str) else ",".join(placement)
+    cache.num_gpu_blocks, cache.capacity_tokens = change.num_gpu_blocks, change.capacity_tokens
 
 
 def placement_to_admit(model: ModelConfig, request: EngineCoreRequest) -> Placement | None:

@@ -11,8 +11,9 @@ import numpy as np
 
 #: entries of the table that a key may be in
 _WAYS = 4
-#: most entries of the table: 2**18 keys of 16 tokens are 4 million tokens
+#: 2**18 keys of 16 tokens are 4 million tokens
 _MOST_SETS = 1 << 16
+_MOST_KEYS = _WAYS * _MOST_SETS
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -42,7 +43,11 @@ class ReplicaBoard:
     """
 
     def __init__(
-        self, num_replicas: int, num_keys: int, num_places: int = 1, path: str | None = None
+        self,
+        num_replicas: int,
+        num_keys: int = _MOST_KEYS,
+        num_places: int = 1,
+        path: str | None = None,
     ) -> None:
         self.num_replicas = num_replicas
         sets = 1 << max(0, -(-num_keys // _WAYS) - 1).bit_length()

@@ -75,16 +75,20 @@ class ReplicaChooser:
         self, board: ReplicaBoard, capacities: Sequence[int], block_size: int, place: int = 0
     ) -> None:
         self.board = board
-        self._capacities = np.array(capacities, np.int64)
+        self.use_capacities(capacities)
         self._block_size = block_size
         self._waiting, self._worked = board.waiting[place], board.worked[place]
         self._sequences: dict[str, _Outstanding] = {}
         #: what of the replicas' work is in `_recent`
         self._clocks = board.clocks
         self._recent = np.zeros(board.num_replicas)
-        self._work_half_life = _HALF_LIFE_OF_WORK * float(self._capacities.sum())
         self._generated = _FIRST_GUESS * _WEIGHT_OF_GUESS
         self._ended = _WEIGHT_OF_GUESS
+
+    def use_capacities(self, capacities: Sequence[int]) -> None:
+        """From now on the replicas hold so many tokens each."""
+        self._capacities = np.array(capacities, np.int64)
+        self._work_half_life = _HALF_LIFE_OF_WORK * float(self._capacities.sum())
 
     def choose(self, work: Work, pinned: int | None = None) -> Choice:
         """The replica for a request; `pinned` decides if it is given."""

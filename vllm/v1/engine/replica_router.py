@@ -72,6 +72,11 @@ class ReplicaRouter:
                 groups.setdefault(replica, []).append(item)
         return groups
 
+    def rank_of(self, request_id: str) -> int | None:
+        """Where a request runs; None for one that has ended."""
+        replica = self._chooser.replica_of(request_id)
+        return None if replica is None else self._first_rank + replica
+
     def end(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these."""
         for request_id in request_ids:
@@ -102,6 +107,10 @@ class ReplicaRouter:
         """The replicas' caches are empty."""
         self._chooser.board.forget()
 
+    def use_capacities(self, capacities: Iterable[int | None]) -> None:
+        """The replicas hold so many tokens each from now on, as far as that can be said."""
+        self._chooser.use_capacities([one or self._chains.block_size for one in capacities])
+
     @property
     def waiting(self) -> dict[int, int]:
         """Tokens that wait at each rank."""
@@ -118,9 +127,9 @@ def make_router(
     """For the replicas with these configurations, which have started; `share`: with other front
     ends."""
     block_size = vllm_config.cache_config.block_size
-    capacities = [config.cache_config.capacity_tokens or block_size for config in configs]
     share = share or BoardShare()
-    board = ReplicaBoard(len(configs), sum(capacities) // block_size, share.num_places, share.path)
+    # Capacities may change, with the placement, and the board does not.
+    board = ReplicaBoard(len(configs), num_places=share.num_places, path=share.path)
     chains = PromptChains(block_size, vllm_config.cache_config.enable_prefix_caching)
     parallel = vllm_config.parallel_config
     vllm_config.decisions.record(
@@ -129,6 +138,7 @@ def make_router(
         f"--data-parallel-size {parallel.data_parallel_size}; a request goes where least is to be "
         "computed before its first token, the part of its prompt that a replica has left out",
     )
+    capacities = [config.cache_config.capacity_tokens or block_size for config in configs]
     chooser = ReplicaChooser(board, capacities, block_size, share.place)
     return ReplicaRouter(chooser, chains, parallel.local_ranks[0])
 

@@ -151,12 +151,18 @@ class StatLoggerManager:
     """All consumers of one front end, for each replica of its engine.
 
     `configs`: of the replicas, which have started; `registry`: where their metrics are shown, told
-    apart by the label `engine`. `shows_log`: whether to print throughput.
+    apart by the label `engine`. `shows_log`: whether to print throughput. `rank_of`: the replica
+    where a request runs, if there are several.
     """
 
     def __init__(
-        self, configs: Sequence[VllmConfig], registry: CollectorRegistry, shows_log: bool = True
+        self,
+        configs: Sequence[VllmConfig],
+        registry: CollectorRegistry,
+        shows_log: bool = True,
+        rank_of: Callable[[str], int | None] | None = None,
     ) -> None:
+        self._rank_of = rank_of
         registries = _registries_of_replicas(registry, len(configs))
         self._loggers: dict[int, list[StatLoggerBase]] = {}
         for config, own in zip(configs, registries, strict=True):
@@ -176,9 +182,10 @@ class StatLoggerManager:
         for stat_logger in self._loggers[engine_index]:
             stat_logger.record(scheduler_stats, iteration_stats)
 
-    def record_aborted(self, ended: IterationStats, ranks: Sequence[int]) -> None:
-        """Requests that the front end has ended, which ran on these replicas."""
-        for finished, rank in zip(ended.finished, ranks, strict=True):
+    def record_aborted(self, request_ids: Sequence[str], ended: IterationStats) -> None:
+        """Requests that the front end ends, before it tells the replicas where they run."""
+        for request_id, finished in zip(request_ids, ended.finished, strict=True):
+            rank = None if self._rank_of is None else self._rank_of(request_id)
             self.record(None, IterationStats(finished=[finished]), rank)
 
     def record_sleep(self, level: int) -> None:

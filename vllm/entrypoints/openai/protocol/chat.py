@@ -10,10 +10,18 @@ from vllm.entrypoints.openai.protocol.base import (
     Objects,
     ReplyModel,
     RequestModel,
+    Strings,
     UsageInfo,
     refuse,
 )
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
+
+#: fields that this server cannot honour -> what to do instead
+_INSTEAD = {
+    "audio": "only text is generated; leave it out",
+    "web_search_options": "no tool runs on this server; offer a function and run it in the client",
+    "moderation": "check texts in the client",
+}
 
 
 class ConversationFields(RequestModel):
@@ -56,6 +64,11 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
+    modalities: Strings | None = None
+    verbosity: str | None = None
+    audio: dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None
+    moderation: dict[str, Any] | None = None
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -66,6 +79,13 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
         self.check_conversation()
         if self.top_logprobs is not None and not self.logprobs:
             refuse("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.modalities not in (None, ["text"]):
+            refuse("modalities", 'only ["text"] is supported; only text is generated')
+        if self.verbosity not in (None, "medium"):
+            refuse("verbosity", "not supported; ask for short or long text in a system message")
+        for name, instead in _INSTEAD.items():
+            if getattr(self, name) is not None:
+                refuse(name, f"{name} is not supported; {instead}")
 
 
 class ChatMessage(ReplyModel):

@@ -25,6 +25,7 @@ from vllm.sampling_params import StructuredOutputsParams
 #: be what was asked for
 _FORMER_NAMES = {
     "functions": "tools",
+    "function_call": "tool_choice",
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.chat_turn import chat_request, free_text_format, jo
 from vllm.entrypoints.openai.protocol.base import refuse
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.tool_choice import tools_allowed_by
 
 #: fields of the chat API -> where their values come from here
 PARAMETERS = {
@@ -191,12 +192,7 @@ def _tool_choice(request: ResponsesRequest) -> tuple[list[dict[str, Any]] | None
         name = _text_field("tool_choice", choice, "name")
         return tools or None, {"type": "function", "function": {"name": name}}
     if kind == "allowed_tools":
-        listed = choice.get("tools")
-        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
-            refuse("tool_choice.tools", "must list the allowed tools")
-        allowed = {one.get("name") for one in listed}
-        kept = [tool for tool in tools if tool["function"]["name"] in allowed]
-        return kept or None, choice.get("mode", "auto")
+        return tools_allowed_by("tool_choice", tools, choice, lambda tool: tool.get("name"))
     refuse(
         "tool_choice",
         f'tool_choice of type {kind!r} is not supported; use "none", "auto", "required", '

@@ -51,7 +51,7 @@ async def set_placements(request: Request) -> dict[str, Any]:
     ones wait, or start beside them. 400, and nothing changed, for mixers that the model has not, or
     that do not fit; 500, and nothing changed, if weights or memory find no room on the way."""
     body = await parse_body(request, PlacementRequest)
-    await server_of(request).engine.change_placement(body.placement, body.mode)
+    await server_of(request).siblings.change_placement(body.placement, body.mode)
     return await get_placements(request)
 
 

@@ -11,7 +11,9 @@ from vllm.entrypoints.openai.errors import APIError
 _GENERATE = "use /v1/chat/completions or /v1/completions"
 _STATELESS = "nothing is stored; send the whole conversation as `input` of /v1/responses"
 _POOLING = "only text generation is served, on /v1/chat/completions and /v1/completions"
-_AUDIO = "only text is served, on /v1/chat/completions and /v1/completions"
+_ONLY_TEXT = "only text is served, on /v1/chat/completions and /v1/completions"
+_FILE = "no files are kept; give one to `vllm run-batch`"
+_CLIENT = "keep it in the client, and send what the model is to read with each request"
 _LORA = "merge the adapter into the checkpoint and serve that"
 _PROFILE = "use /metrics, or a profiler attached to the processes"
 _NO_CACHE = "only text is served, there is no such cache; see /reset_prefix_cache"
@@ -32,6 +34,24 @@ UNSUPPORTED = {
     "/v1/responses/{response_id}/cancel": "close the connection, or use /abort_requests",
     "/v1/responses/{response_id}/input_items": _STATELESS,
     "/v1/conversations": _STATELESS,
+    "/v1/conversations/{conversation_id}": _STATELESS,
+    "/v1/chat/completions/{completion_id}": "nothing is stored; keep the reply in the client",
+    "/v1/assistants": _CLIENT,
+    "/v1/threads": _CLIENT,
+    "/v1/vector_stores": _CLIENT,
+    "/v1/containers": _CLIENT,
+    "/v1/files": _FILE,
+    "/v1/files/{file_id}": _FILE,
+    "/v1/uploads": _FILE,
+    "/v1/batches": _FILE,
+    "/v1/batches/{batch_id}": _FILE,
+    "/v1/evals": "evaluate with a client, such as lm-eval",
+    "/v1/fine_tuning/jobs": "train elsewhere and serve the checkpoint",
+    "/v1/moderations": "check texts in the client",
+    "/v1/images/generations": _ONLY_TEXT,
+    "/v1/images/edits": _ONLY_TEXT,
+    "/v1/images/variations": _ONLY_TEXT,
+    "/v1/videos": _ONLY_TEXT,
     "/v1/messages/batches": "send the requests to /v1/messages, they are batched as they come",
     "/v1/embeddings": _POOLING,
     "/v2/embed": _POOLING,
@@ -44,9 +64,9 @@ UNSUPPORTED = {
     "/v2/rerank": _POOLING,
     "/generative_scoring": "use /v1/completions with echo, logprobs and max_tokens 0",
     "/invocations": _GENERATE,
-    "/v1/audio/transcriptions": _AUDIO,
-    "/v1/audio/translations": _AUDIO,
-    "/v1/audio/speech": _AUDIO,
+    "/v1/audio/transcriptions": _ONLY_TEXT,
+    "/v1/audio/translations": _ONLY_TEXT,
+    "/v1/audio/speech": _ONLY_TEXT,
     "/v1/realtime": "stream /v1/chat/completions instead",
     "/v1/load_lora_adapter": _LORA,
     "/v1/unload_lora_adapter": _LORA,

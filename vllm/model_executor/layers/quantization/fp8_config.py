@@ -148,6 +148,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
 
     Raises ValueError for anything else, naming what was found.
     """
+    _refuse_more_than_scales(stored)
     groups = list((stored.get("config_groups") or {}).values())
     targets = [group.get("targets") or [] for group in groups]
     if len(targets) != 1 or "Linear" not in targets[0] or not _TARGETS.issuperset(targets[0]):
@@ -177,6 +178,21 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
         config = Fp8Config("block", excluded=excluded, suffixes=suffixes)
     config.name = "compressed-tensors"
     return config
+
+
+def _refuse_more_than_scales(stored: Mapping[str, Any]) -> None:
+    """ValueError for compressed-tensors weights that are left out where they are zero, or that are
+    for rotated activations."""
+    sparsity = (stored.get("sparsity_config") or {}).get("format") or "dense"
+    if sparsity != "dense":
+        raise VLLMValidationError(
+            f"compressed-tensors: weights of sparsity format {sparsity!r} are not supported; "
+            "supported: dense"
+        )
+    if (stored.get("transform_config") or {}).get("config_groups"):
+        raise VLLMValidationError(
+            "compressed-tensors: rotations of activations (transform_config) are not supported"
+        )
 
 
 def _check_blocks(block: object, group: object, static: bool) -> None:

@@ -244,7 +244,7 @@ class SchedulerAdmission(SchedulerResults):
             return
         request.num_cached_tokens = prefix.computed
         request.num_external_computed_tokens = prefix.num_external
-        counters = self._counters
+        counters = self._unsent_stats.counters
         counters.prefix_queries += request.num_tokens
         counters.prefix_hits += prefix.num_local
         report = self.caches[request.placement].take_report(request)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.state import ClientOutputs, SchedulerState, finish_output
+from vllm.v1.core.sched.state import ClientOutputs, SchedulerState
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -196,7 +196,7 @@ class SchedulerResults(SchedulerState):
             if drafts:
                 request.num_verified_drafts += drafts
                 request.num_accepted_drafts += accepted
-                self._counters.add_drafts(drafts, accepted)
+                self._unsent_stats.counters.add_drafts(drafts, accepted)
 
     def _take_tokens(self, request: Request, tokens: list[int], num_drafts: int) -> list[int]:
         """Append sampled tokens up to a stop; returns those that count."""
@@ -220,7 +220,8 @@ class SchedulerResults(SchedulerState):
         """Append `tokens` as far as they count; returns these."""
         for position, token in enumerate(tokens):
             if self.counts_drafts and request.output_token_ids:
-                self._counters.add_drafts(1, int(token == request.output_token_ids[-1]))
+                held = token == request.output_token_ids[-1]
+                self._unsent_stats.counters.add_drafts(1, int(held))
             if token == NO_TOKEN:
                 request.status = RequestStatus.FINISHED_ERROR
                 request.error = nothing_to_sample(request)
@@ -265,9 +266,9 @@ class SchedulerResults(SchedulerState):
         """Finish a request that reached its own end, unless the front end has to be heard first."""
         failed = request.status is RequestStatus.FINISHED_ERROR
         if self.transfer is None or failed or not request.may_stop_earlier:
-            return finish_output(request, self._finish(request))
+            return request.last_output(self._finish(request))
         self.awaiting_stop.add(request.request_id)
-        output = finish_output(request, None)
+        output = request.last_output(None)
         output.awaits_stop = True
         return output
 
@@ -276,8 +277,7 @@ class SchedulerResults(SchedulerState):
     def _update_transfers(self, transfers: KVConnectorOutput) -> None:
         assert self.transfer is not None
         if transfers.kv_connector_stats is not None:
-            before, stats = self._connector_stats, transfers.kv_connector_stats
-            self._connector_stats = stats if before is None else before.aggregate(stats)
+            self._unsent_stats.add_of_connector(transfers.kv_connector_stats)
         for request_id in self.transfer.update(transfers):
             request = self.requests[request_id]
             if request.is_finished and not self.transfer.is_tracking(request_id):
@@ -324,8 +324,7 @@ class SchedulerResults(SchedulerState):
             for client_index, own in outputs.items()
         }
         # Blocks also come back in steps without work: after a transfer, an abort, a pin's end.
-        news = outputs or computed or self._connector_stats is not None
-        news = news or self._gauges() != self._sent_gauges
+        news = outputs or computed or self._unsent_stats.are_news(self._gauges())
         stats = self.make_stats() if news else None
         if stats is not None:
             packed.setdefault(0, EngineCoreOutputs(timestamp=now)).scheduler_stats = stats

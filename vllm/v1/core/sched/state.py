@@ -15,6 +15,7 @@ from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_scheduler_connector
 from vllm.v1.core.sched.output import BlockOperation, SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.stats import Gauges, UnsentStats
 from vllm.v1.core.sched.step_plan import DecodeSet
 from vllm.v1.engine import EngineCoreOutput, RequestError, RequestFailure, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
@@ -22,7 +23,6 @@ from vllm.v1.request import Request, RequestStatus
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events.messages import KVCacheEvent
-    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -80,12 +80,8 @@ class SchedulerState(SchedulerInterface):
         self._in_flight: deque[tuple[SchedulerOutput, list[Request]]] = deque()
         #: by client, outputs made outside `update_from_output`, sent with the next one
         self._late_outputs: ClientOutputs = defaultdict(list)
-        #: what happened since the last statistics were sent
-        self._counters = SchedulerStats()
-        self._connector_stats: KVConnectorStats | None = None
-        #: running, waiting and usage, as last sent
-        self._sent_gauges = (0, 0, 0.0)
-        #: whether a reset changed them, which the next step tells
+        self._unsent_stats = UnsentStats()
+        #: whether a reset changed the gauges, which the next step tells
         self._has_new_gauges = False
         #: the waiting request that found no room: nobody behind it starts, whatever its placement
         self._without_room: Request | None = None
@@ -186,7 +182,7 @@ class SchedulerState(SchedulerInterface):
         self._rewound.discard(request.request_id)
         self.preempted_req_ids.add(request.request_id)
         self.waiting.prepend(request)
-        self._counters.num_preemptions += 1
+        self._unsent_stats.counters.num_preemptions += 1
 
     def _release_received(self, claimant: Request) -> bool:
         """Take the blocks of another request that waits with state from a connector, the youngest;
@@ -326,7 +322,7 @@ class SchedulerState(SchedulerInterface):
     def _finish_late(self, request: Request) -> None:
         """Finish a request outside a step's results; its last message goes out with the next."""
         params = self._finish(request)
-        self._late_outputs[request.client_index].append(finish_output(request, params))
+        self._late_outputs[request.client_index].append(request.last_output(params))
 
     def has_requests(self) -> bool:
         return bool(
@@ -357,7 +353,7 @@ class SchedulerState(SchedulerInterface):
             # A load that nobody takes back reads what is stored.
             reads = self.transfer and self.transfer.loading and not reset_running_requests
             done = not reads and self.connector.reset_cache() is not False and done
-        self._has_new_gauges = self.log_stats and self._gauges() != self._sent_gauges
+        self._has_new_gauges = self.log_stats and self._unsent_stats.have_changed(self._gauges())
         return done
 
     def _take_all_back(self) -> list[Request]:
@@ -381,32 +377,14 @@ class SchedulerState(SchedulerInterface):
             events += self.connector.take_events()
         return events
 
-    def _gauges(self) -> tuple[int, int, float]:
-        return len(self.running), len(self.waiting), self.kv_cache_manager.usage
+    def _gauges(self) -> Gauges:
+        return Gauges(len(self.running), len(self.waiting), self.kv_cache_manager.usage)
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
             return None
-        self._sent_gauges = num_running, num_waiting, usage = self._gauges()
-        stats, self._counters = self._counters, SchedulerStats()
-        connector, self._connector_stats = self._connector_stats, None
-        stats.num_running, stats.num_waiting, stats.kv_cache_usage = num_running, num_waiting, usage
-        stats.num_deferred = min(self.num_deferred, num_waiting)
+        stats = self._unsent_stats.take(self._gauges())
+        stats.num_deferred = min(self.num_deferred, stats.num_waiting)
         stats.num_drafts_allowed = self.next_width - 1
         stats.steps_by_drafts = self.draft_policy.take_counts()
-        stats.connector = None if connector is None else connector.data
         return stats
-
-
-def finish_output(request: Request, kv_transfer_params: dict[str, Any] | None) -> EngineCoreOutput:
-    """The last message of a request that ends without a new token."""
-    return EngineCoreOutput(
-        request.request_id,
-        [],
-        finish_reason=request.get_finished_reason(),
-        stop_reason=request.stop_reason,
-        error=request.error,
-        kv_transfer_params=kv_transfer_params,
-        num_cached_tokens=max(request.num_cached_tokens, 0),
-        num_drafts=request.draft_counts,
-    )

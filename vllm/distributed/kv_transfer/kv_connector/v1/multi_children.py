@@ -173,7 +173,7 @@ class MultiConnectorClass(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> MultiKVConnectorPromMetrics | None:
-        """Children whose metrics have one name share it: their counts add up."""
+        """Children whose metrics have one name share it: what they count adds up."""
         children: dict[str, KVConnectorPromMetrics] = {}
         shared = {kind: _made_once(make) for kind, make in metric_types.items()}
         for index, (child_cls, child_config) in enumerate(children_of(vllm_config)):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,16 +143,22 @@ class OffloadingStats(CounterStats):
 
 
 class OffloadingPromMetrics(CounterPromMetrics):
-    """One Prometheus metric per key."""
+    """One Prometheus metric per key. A gauge is the sum over the connectors of an engine, which
+    share it: bytes add up as counts do."""
 
     counters = COUNTERS
 
     def make_metrics(self, labelnames: list[str]) -> None:
         super().make_metrics(labelnames)
         self._gauges = {
-            key: self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="mostrecent")
+            key: self._gauge_cls(f"vllm:{name}", text, labelnames, multiprocess_mode="livesum")
             for key, (name, text) in GAUGES.items()
         }
+        for values in self.per_engine_labelvalues.values():
+            for gauge in self._gauges.values():
+                gauge.labels(*values).set(0)  # a file may have it from before a restart
+        #: this connector's part of each gauge, by engine
+        self._parts: defaultdict[tuple[int, str], float] = defaultdict(float)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         counts = {key: value for key, value in transfer_stats_data.items() if key in COUNTERS}
@@ -159,4 +166,5 @@ class OffloadingPromMetrics(CounterPromMetrics):
         values = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
             if key in self._gauges:
-                self._gauges[key].labels(*values).set(value)
+                before, self._parts[engine_idx, key] = self._parts[engine_idx, key], value
+                self._gauges[key].labels(*values).inc(value - before)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model cannot do on the workers that it is to have: stages, hosts, replicas that share
+experts, and a supernet's placements."""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.pipeline_partition import check_enough_layers
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.placements import why_one_at_a_time
+from vllm.utils.options import flag_name
+
+
+def check_layout(config: VllmConfig) -> None:
+    """Raise `VLLMValidationError` naming the flag to change."""
+    _check_placement(config)
+    _check_pipeline(config)
+    _check_hosts(config)
+    _check_shared_experts(config)
+
+
+def _check_placement(config: VllmConfig) -> None:
+    """`VLLMValidationError` for a placement of what is no supernet or is divided into stages, and
+    for aliases where all requests run with one placement."""
+    model = config.model_config
+    flag = "placement" if model.placement is not None else "placement_alias"
+    if model.placement is None and not model.placement_alias:
+        return
+    if not ModelRegistry.has_placements(model.architectures):
+        raise VLLMValidationError(
+            f"{flag_name(flag)} chooses among the mixers of a supernet, but {model.architecture} "
+            "has one per layer; leave it out",
+            parameter=flag,
+            value=model.placement or model.placement_alias,
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise VLLMValidationError(
+            f"{flag_name(flag)} beside --pipeline-parallel-size: a supernet cannot be divided into "
+            "stages; use --tensor-parallel-size instead, or a checkpoint with one mixer per layer",
+            parameter="pipeline_parallel_size",
+            value=config.parallel_config.pipeline_parallel_size,
+        )
+    reason = why_one_at_a_time(config)
+    if model.placement_alias and reason is not None:
+        raise VLLMValidationError(
+            f"--placement-alias lets requests choose, but {reason}; leave one of them out, or "
+            "choose with --placement",
+            parameter="placement_alias",
+            value=model.placement_alias,
+        )
+
+
+def _check_pipeline(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what pipeline stages cannot do."""
+    stages, transfer = config.parallel_config.pipeline_parallel_size, config.kv_transfer_config
+    if stages == 1:
+        return
+    check_enough_layers(config.model_config.get_num_layers(), stages)
+    flag = f"--pipeline-parallel-size {stages}"
+    if config.drafter is not None:
+        raise VLLMValidationError(
+            f"{flag} beside speculative_config method {config.drafter.method}: drafts are proposed "
+            "where all layers are; use --tensor-parallel-size instead, or leave the drafter out",
+            parameter="pipeline_parallel_size",
+            value=stages,
+        )
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not connector.supports_pipeline_stages(transfer):
+        raise VLLMValidationError(
+            f"{flag} beside kv_connector {transfer.kv_connector}, which needs all layers on every "
+            "worker; use --tensor-parallel-size instead. Connectors of hidden states work with "
+            "stages",
+            parameter="pipeline_parallel_size",
+            value=stages,
+        )
+
+
+def _check_hosts(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what workers on several hosts cannot do."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    nodes = parallel.nnodes
+    flag = f"--nnodes {nodes}" if nodes > 1 else "--distributed-executor-backend ray"
+    if nodes == 1 and parallel.executor_backend != "ray":
+        return
+    if config.compilation_config.ready_in is not None:
+        raise VLLMValidationError(
+            f"--ready-in with {flag}: the hosts' clocks differ, so they would not stop "
+            "capturing together; leave it out",
+            parameter="ready_in",
+        )
+    if transfer is None or not transfer.is_kv_transfer_instance:
+        return
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if not connector.supports_several_hosts(transfer):
+        raise VLLMValidationError(
+            f"{flag} beside kv_connector {transfer.kv_connector}, which needs all workers on one "
+            "host; leave one of them out",
+            parameter="kv_transfer_config.kv_connector",
+            value=transfer.kv_connector,
+        )
+
+
+def _check_shared_experts(config: VllmConfig) -> None:
+    """`VLLMValidationError` for what replicas that share experts cannot do."""
+    if not config.parallel_config.replicas_share_experts:
+        return
+    flags = "--enable-expert-parallel with --data-parallel-size"
+    if config.compilation_config.ready_in is not None:
+        raise VLLMValidationError(
+            f"--ready-in with {flags}: replicas replay graphs of the same sizes, so all are "
+            "captured before the start; leave it out",
+            parameter="ready_in",
+        )
