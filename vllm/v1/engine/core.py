@@ -30,7 +30,7 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.core_memory import CoreMemory
-from vllm.v1.engine.core_placements import CorePlacements
+from vllm.v1.engine.core_placements import CorePlacements, tell_weights_read
 from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
@@ -133,10 +133,7 @@ class EngineCore:
                 f"{self.executor.max_concurrent_batches} in flight; use --no-async-scheduling and "
                 "--pipeline-parallel-size 1"
             )
-        drafter = self.vllm_config.drafter
-        if drafter is not None and (drafter.reads_target or drafter.is_draft_model):
-            # Ranks have equal parts.
-            scheduler.use_weights_read(*self.executor.collective_rpc("weights_read")[0])
+        tell_weights_read(self.vllm_config, scheduler, self.executor)
         if (connector := scheduler.get_kv_connector()) is not None:
             self.executor.init_kv_output_aggregator(connector)
             found = self.executor.collective_rpc("get_kv_connector_handshake_metadata")

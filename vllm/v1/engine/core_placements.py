@@ -286,6 +286,7 @@ class CorePlacements:
         self._executor.collective_rpc("warm_up_placement")
         self._late_captures.recount()
         self._scheduler.use_memory(config)
+        tell_weights_read(self._vllm_config, self._scheduler, self._executor)
         self._use(config)
         self._memory.adopt(config)
         return found
@@ -331,3 +332,13 @@ class CorePlacements:
         self._memory.adopt(self._config, index)
         cache = self._vllm_config.cache_config
         return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+
+
+def tell_weights_read(
+    vllm_config: VllmConfig, scheduler: SchedulerInterface, executor: Executor
+) -> None:
+    """Tell the scheduler what drafting costs, by the weights that steps read from here on."""
+    drafter = vllm_config.drafter
+    if drafter is not None and (drafter.reads_target or drafter.is_draft_model):
+        # Ranks have equal parts.
+        scheduler.use_weights_read(*executor.collective_rpc("weights_read")[0])

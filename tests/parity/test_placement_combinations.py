@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placements of a supernet beside what else an engine does: the tokens stay those of the equivalent
+fixed model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from apriel2_models import Reference, Tensors, make_tensors, pattern, save, stochastic
+from parity_checks import MakeEngine, generate, in_this_process, prompts
+
+from tests.parity.in_process import runner_of
+from vllm import RequestOutput
+
+pytestmark = [pytest.mark.parity, in_this_process]
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def tensors() -> Tensors:
+    return make_tensors(stochastic(LAYERS))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory, tensors: Tensors) -> Path:
+    return save(tmp_path_factory.mktemp("apriel2"), stochastic(LAYERS), tensors)
+
+
+def assert_equals(tensors: Tensors, output: RequestOutput, names: list[str]) -> None:
+    """Every token is the choice of the placement's equations, given those before it."""
+    prompt, tokens = list(output.prompt_token_ids or []), list(output.outputs[0].token_ids)
+    reference = Reference(stochastic(len(names)), tensors, names)
+    logits = reference.logits(prompt + tokens[:-1])[len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist(), names
+
+
+@pytest.mark.parametrize("draft", ["itself", "a longer supernet", "a fixed model"])
+def test_a_draft_model_keeps_its_mixers(
+    draft: str, path: Path, tensors: Tensors, make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """Whatever the target's are, at the start and later: a supernet drafts with its main ones."""
+    decoder = {
+        "a longer supernet": stochastic(3, main="gdn"),
+        "a fixed model": pattern(["kda"]),
+    }.get(draft)
+    smaller = path if decoder is None else save(tmp_path, decoder, make_tensors(decoder))
+    drafter = {"method": "draft_model", "model": str(smaller), "num_speculative_tokens": 3}
+    llm = make_engine("llama", model=str(path), placement="kda,gdn", speculative_config=drafter)
+    read = []
+    for names in (["kda", "gdn"], ["attention", "attention"], ["sliding_window", "kda"]):
+        if read:
+            llm.change_placement(names)
+        for output in generate(llm, prompts((5, 40)), 8):
+            assert_equals(tensors, output, names)
+        weights = runner_of(llm).weights_read()
+        read.append(weights.target)
+        told = {one.what: one.why for one in llm.llm_engine.vllm_config.decisions.decisions()}
+        assert told["cost of drafting"].endswith(f"by the target's, {weights.target}")
+    assert len(set(read)) == 3
