@@ -34,6 +34,11 @@ def expand(placement: Placement, num_layers: int) -> list[str]:
     return list(names)
 
 
+def as_text(placement: Placement) -> str:
+    """The same placement, names joined by commas."""
+    return placement if isinstance(placement, str) else ",".join(placement)
+
+
 def _expanded(text: str, num_layers: int) -> list[str]:
     every = _EVERY.fullmatch(text)
     if every is not None and int(every[1]) > 0:

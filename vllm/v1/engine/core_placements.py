@@ -20,7 +20,7 @@ from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.placements import Placement, why_one_at_a_time
+from vllm.model_executor.placements import Placement, as_text, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import BesideArena, PlacementSpecs, with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -158,7 +158,7 @@ class CorePlacements:
         return True
 
     def _spell(self, placement: Placement) -> str:
-        text = placement if isinstance(placement, str) else ",".join(placement)
+        text = as_text(placement)
         if text in self._live:
             return text
         if (spelled := self._spelled.get(text)) is None:
@@ -284,6 +284,8 @@ class CorePlacements:
         others waiting for it in the second; then the scheduler."""
         found = self._executor.collective_rpc("apply_placement", args=(placement, config))
         self._executor.collective_rpc("warm_up_placement")
+        # A connector of the scheduler's reads it there.
+        self._vllm_config.model_config.placement = as_text(placement)
         self._late_captures.recount()
         self._scheduler.use_memory(config)
         tell_weights_read(self._vllm_config, self._scheduler, self._executor)

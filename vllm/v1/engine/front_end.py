@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from vllm.model_executor.placements import as_text
 from vllm.tokenizers import get_tokenizer
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
@@ -98,9 +99,7 @@ class FrontEnd:
     def show_placement(self, placement: Placement, change: PlacementChange) -> None:
         """From now on the configuration describes another placement."""
         cache = self.vllm_config.cache_config
-        self.model_config.placement = (
-            placement if isinstance(placement, str) else ",".join(placement)
-        )
+        self.model_config.placement = as_text(placement)
         cache.num_gpu_blocks = change.num_gpu_blocks
         cache.capacity_tokens = change.capacity_tokens
 
