@@ -59,9 +59,9 @@ def requests_choose(server: RemoteServer, tokens_of: Callable[[list[str]], list[
     both = {"model": "fast", "placement": "all-kda"}
     error = server.post("/v1/completions", status=400, **BODY, **both)["error"]
     assert "the model 'fast' is a placement" in error["message"]
-    beams = {"model": "fast", "use_beam_search": True}
-    error = server.post("/v1/completions", status=400, **BODY, **beams)["error"]
-    assert "beams run with the engine's own placement" in error["message"]
+    for names, model in ((["gdn", "gdn"], "fast"), (["kda", "kda"], "main")):
+        beams = server.post("/v1/completions", **BODY, model=model, use_beam_search=True)
+        assert beams["choices"][0]["token_ids"] == tokens_of(names), "one beam is greedy"
     assert server.get("/placements")["placements"] == {"0": "kda", "1": "kda"}
 
 

@@ -4,14 +4,22 @@ fixed model."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from apriel2_models import Reference, Tensors, make_tensors, pattern, save, stochastic
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 
 from tests.parity.in_process import runner_of
-from vllm import RequestOutput
+from vllm import RequestOutput, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.protocol.completion import CompletionRequest
+from vllm.entrypoints.openai.rendering import RenderedPrompt
+from vllm.entrypoints.openai.served_beams import ServedBeams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.async_llm import AsyncLLM
 
 pytestmark = [pytest.mark.parity, in_this_process]
 
@@ -59,3 +67,56 @@ def test_a_draft_model_keeps_its_mixers(
         told = {one.what: one.why for one in llm.llm_engine.vllm_config.decisions.decisions()}
         assert told["cost of drafting"].endswith(f"by the target's, {weights.target}")
     assert len(set(read)) == 3
+
+
+@pytest.mark.usefixtures("forking")
+def test_beams_are_of_one_placement(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their steps is a request: a change waits for the last one, and one beside what runs
+    is not for them."""
+    args = AsyncEngineArgs(
+        model=str(path),
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=2**22,
+        placement_alias=["fast=all-gdn"],
+    )
+    choices, steps = ServedBeams._choices, 0
+
+    async def run(engine: AsyncLLM) -> None:
+        beams = ServedBeams(engine, None)
+
+        async def search(placement: str | None = None) -> list[list[int]]:
+            request = CompletionRequest(prompt=[], n=2, use_beam_search=True, ignore_eos=True)
+            params = SamplingParams(max_tokens=8, placement=placement)
+            prompt = RenderedPrompt(prompts((20,))[0])
+            output = await beams.search(request, "beams", prompt, params)
+            return [list(one.token_ids) for one in output.outputs]
+
+        expected = {name: await search(name) for name in ("all-attention", "fast", "all-kda")}
+        assert len({str(tokens) for tokens in expected.values()}) == 3
+        changes: list[asyncio.Task[Any]] = []
+
+        async def change_after_three(self: ServedBeams, *given: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            found = await choices(self, *given)
+            if steps == 3:
+                with pytest.raises(VLLMValidationError, match="requests are running"):
+                    await engine.change_placement("all-kda", "refuse")
+                await engine.change_placement("fast", "overlap")
+                changes.append(asyncio.ensure_future(engine.change_placement("all-kda")))
+                await asyncio.sleep(0)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ServedBeams, "_choices", change_after_three)
+            assert await search() == expected["all-attention"]
+        await asyncio.gather(*changes)
+        assert await search() == expected["all-kda"]
+        assert await search("fast") == expected["fast"]
+
+    engine = AsyncLLM.from_engine_args(args)
+    try:
+        asyncio.run(run(engine))
+    finally:
+        engine.shutdown()

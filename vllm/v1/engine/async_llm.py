@@ -7,6 +7,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -291,6 +292,13 @@ class AsyncLLM:
         placement is one that a request could choose, and has its memory.
         """
         return await self.rest.change_placement(placement, mode)
+
+    def one_placement(self) -> AbstractAsyncContextManager[str | None]:
+        """For a text that several requests make, one after another: a change of the engine's
+        placement waits for the end of the block, or raises as if a request ran. With "overlap" it
+        does not wait: the placement that is yielded is what these requests have to ask for; None
+        where requests cannot choose."""
+        return self.rest.one_placement()
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

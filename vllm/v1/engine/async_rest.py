@@ -89,6 +89,12 @@ class AsyncRest:
 
     # ---- placement -----------------------------------------------------------------------------
 
+    @contextlib.asynccontextmanager
+    async def one_placement(self) -> AsyncGenerator[str | None, None]:
+        """See `AsyncLLM.one_placement`."""
+        async with self.placement_gate.kept_open():
+            yield await self._engine_core.call_utility("own_placement")
+
     async def change_placement(self, placement: Placement, mode: str) -> list[dict[int, str]]:
         """See `AsyncLLM.change_placement`."""
         check_mode(mode, ("wait", "refuse", "overlap"))
@@ -102,7 +108,7 @@ class AsyncRest:
                 "--api-server-count 1",
                 "mode",
             )
-        async with self.placement_gate.closed():
+        async with self.placement_gate.closed(waits=mode == "wait"):
             if self._engine_core.router is not None:
                 # All replicas or none: not before none of them has a request.
                 await self._no_request_runs(mode)

@@ -107,6 +107,7 @@ class EngineCore:
             "take_back_placement": self._placements.take_back,
             "overlap_placement": self.overlap_placement,
             "admit_placement": self.admit_placement,
+            "own_placement": self._placements.own,
             "collective_rpc": self.collective_rpc,
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.executor.check_health,

@@ -230,6 +230,10 @@ class CorePlacements:
 
     # ---- the engine's own ----------------------------------------------------------------------
 
+    def own(self) -> str | None:
+        """What requests have that do not choose; None where they cannot choose."""
+        return self._own or None
+
     def change(self, placement: Placement) -> PlacementChange:
         """Everything that can be refused is checked first: the names, that the new state fits.
 

@@ -38,14 +38,34 @@ class PlacementGate:
     def __init__(self) -> None:
         self._lock, self._open = asyncio.Lock(), asyncio.Event()
         self._open.set()
+        #: blocks of `kept_open`
+        self._num_keep, self._nobody_keeps = 0, asyncio.Event()
+        self._nobody_keeps.set()
 
     async def passed(self) -> None:
         """Wait until no change goes on."""
         await self._open.wait()
 
     @asynccontextmanager
-    async def closed(self) -> AsyncIterator[None]:
+    async def kept_open(self) -> AsyncIterator[None]:
+        """No change begins before the end of the block, which waits for those that are due."""
         async with self._lock:
+            self._num_keep += 1
+            self._nobody_keeps.clear()
+        try:
+            yield
+        finally:
+            self._num_keep -= 1
+            if not self._num_keep:
+                self._nobody_keeps.set()
+
+    @asynccontextmanager
+    async def closed(self, waits: bool) -> AsyncIterator[None]:
+        """Unless it `waits`, raises `busy` while somebody keeps the gate open."""
+        async with self._lock:
+            if not waits and self._num_keep:
+                raise busy()
+            await self._nobody_keeps.wait()
             self._open.clear()
             try:
                 yield
