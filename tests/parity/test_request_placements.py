@@ -342,6 +342,8 @@ def test_a_long_prompt_is_computed_again_by_few_states(
         ("gdn,mamba", "layer 1 has no mixer 'mamba'; it has attention, sliding_window, gdn, kda"),
         ("nothing", "it names 1 layers"),
         ([], "expected|it names 0 layers"),
+        (["fast"], "it names 1 layers"),
+        (["gdn,gdn"], "it names 1 layers"),
     ],
 )
 def test_a_bad_placement_is_refused_at_once(llm: LLM, placement: Any, message: str) -> None:
@@ -349,6 +351,18 @@ def test_a_bad_placement_is_refused_at_once(llm: LLM, placement: Any, message: s
         run(llm, [placement], PROMPTS[:1])
     assert caught.value.parameter == "placement"
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_long_spellings_are_not_remembered(supernet: Supernet, llm: LLM) -> None:
+    """Spaces around names are free, and clients send as many as they like; nor does a refusal
+    repeat what it was sent."""
+    long = 1 << 20
+    supernet.assert_equals(run(llm, [f"gdn,{' ' * long}gdn"], PROMPTS[:1])[0], "all-gdn")
+    placements = llm.llm_engine.engine_core.engine_core._placements  # type: ignore[attr-defined]
+    assert sum(map(len, placements._spelled)) < long
+    with pytest.raises(VLLMValidationError, match="has no mixer 'xx") as caught:
+        run(llm, [["gdn", "x" * long]], PROMPTS[:1])
+    assert len(str(caught.value)) < 300
 
 
 def test_what_does_not_fit_is_refused(
@@ -383,4 +397,9 @@ def test_what_does_not_fit_is_refused(
         make(supernet.path, placement_alias=["x"])
     with pytest.raises(VLLMValidationError, match="has a name that is in use already"):
         make(supernet.path, placement_alias=["x=all-gdn", "x=all-kda"])
+    with pytest.raises(VLLMValidationError, match="'gdn,gdn=all-kda' has a name like a placement"):
+        make(supernet.path, placement_alias=["gdn,gdn=all-kda"])
+    for wrong, message in (("gdn", "it names 1 layers"), ("all-x", "layer 0 has no mixer 'x'")):
+        with pytest.raises(VLLMValidationError, match=f"--placement-alias y={wrong}: .*{message}"):
+            make(supernet.path, placement_alias=["x=all-gdn", f"y={wrong}"])
     assert set(MIXERS) == {"attention", "sliding_window", "gdn", "kda"}

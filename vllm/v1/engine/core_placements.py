@@ -33,8 +33,8 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
-#: spellings of placements that need not be looked up again
-_NUM_REMEMBERED = 4096
+#: spellings of placements that need not be looked up again, and the most characters of one
+_NUM_REMEMBERED, _LONGEST_REMEMBERED = 4096, 4096
 
 
 class CorePlacements:
@@ -76,7 +76,7 @@ class CorePlacements:
         #: of requests that do not choose, if they can
         self._own = next(iter(self._live), "")
         #: what callers wrote -> the placement
-        self._spelled: dict[str, str] = {}
+        self._spelled: dict[str | tuple[str, ...], str] = {}
 
     # ---- requests that choose ------------------------------------------------------------------
 
@@ -158,15 +158,16 @@ class CorePlacements:
         return True
 
     def _spell(self, placement: Placement) -> str:
-        text = as_text(placement)
-        if text in self._live:
-            return text
-        if (spelled := self._spelled.get(text)) is None:
-            asked = self._aliases.get(text, placement)
+        # A list has names of mixers only: no alias, no short form.
+        form = placement if isinstance(placement, str) else tuple(placement)
+        if (spelled := self._spelled.get(form)) is None:
+            asked = self._aliases.get(form, form) if isinstance(form, str) else form
             spelled, *_ = self._executor.collective_rpc("spell_placement", args=(asked,))
+            if len(as_text(form)) > _LONGEST_REMEMBERED:
+                return spelled
             if len(self._spelled) == _NUM_REMEMBERED:
                 self._spelled.clear()
-            self._spelled[text] = spelled
+            self._spelled[form] = spelled
         return spelled
 
     def _make_place(self, placement: str, ahead: Collection[int]) -> int | None:

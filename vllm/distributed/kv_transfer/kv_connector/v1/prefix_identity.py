@@ -57,11 +57,13 @@ def placement_identity(vllm_config: VllmConfig) -> str | None:
     config = model.hf_text_config
     if not isinstance(config, Apriel2TextConfig):
         return None
-    main = [config.main_mixer_name(layer) for layer in range(config.num_hidden_layers)]
-    if not any(main):
+    choices, layers = config.choices(), range(config.num_hidden_layers)
+    if not choices:
         return None
-    names = main if model.placement is None else expand(model.placement, len(main))
-    return ",".join(name if several else "_" for name, several in zip(names, main, strict=True))
+    names = [config.main_mixer_name(layer) for layer in layers]
+    if model.placement is not None:
+        names = expand(model.placement, len(layers))
+    return ",".join(names[layer] if layer in choices else "_" for layer in layers)
 
 
 def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:
