@@ -272,6 +272,28 @@ def test_a_change_beside_what_runs(supernet: Supernet, monkeypatch: pytest.Monke
     engine.engine_core.shutdown()
 
 
+def test_the_engines_own_takes_no_place(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since it stays: else who waits for the only one would wait for ever, and all behind."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = make(supernet.path, max_request_placements=1)
+    engine, found = llm.llm_engine, 0
+    for own, asked in (("kda,swa", "all-swa"), ("attention,gdn", "kda,swa"), ("fast", "all-swa")):
+        engine.engine_core.call_utility("overlap_placement", own)
+        for one in (asked, None, "gdn,attention"):
+            prompt = TokensPrompt(prompt_token_ids=PROMPTS[1])
+            engine.add_request(f"{own} {one}", prompt, params(one))
+        for _ in range(100):
+            found += sum(one.finished for one in engine.step())
+            if not engine.has_unfinished_requests():
+                break
+        assert not engine.has_unfinished_requests(), own
+    assert found == 9
+    assert len(scheduler(llm).kv_cache_config.placements) == 3 + 2
+    engine.engine_core.shutdown()
+
+
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_ranks_and_replicas(supernet: Supernet, layout: dict[str, int]) -> None:

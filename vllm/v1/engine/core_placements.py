@@ -175,7 +175,7 @@ class CorePlacements:
         many, and return its index; None while all others are needed."""
         index, retired = len(self._regions), None
         first, room = len(self._config.kv_cache_groups), 0
-        if index - self._num_named >= self._most_unnamed:
+        if self._num_places_taken() >= self._most_unnamed:
             retired = next((one for one in self._live if self._may_retire(one, ahead)), None)
             if retired is None:
                 return None
@@ -205,6 +205,11 @@ class CorePlacements:
                 "it with --placement-alias, then memory is planned for them",
             )
         return index
+
+    def _num_places_taken(self) -> int:
+        """By placements without an alias; the engine's own stays, so it has a place of its own."""
+        places = [one for one, index in self._live.items() if index >= self._num_named]
+        return sum(one != self._own for one in places)
 
     def _may_retire(self, placement: str, ahead: Collection[int]) -> bool:
         index = self._live[placement]
