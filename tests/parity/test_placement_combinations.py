@@ -120,3 +120,38 @@ def test_beams_are_of_one_placement(path: Path, monkeypatch: pytest.MonkeyPatch)
         asyncio.run(run(engine))
     finally:
         engine.shutdown()
+
+
+@pytest.mark.usefixtures("forking")
+def test_who_was_held_back_is_asked_about_the_new_memory(path: Path) -> None:
+    """A placement that has no room after a change is refused as one that never had any."""
+    args = AsyncEngineArgs(
+        model=str(path),
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=2**22,
+        placement="all-gdn",
+    )
+
+    async def run(engine: AsyncLLM) -> None:
+        started = asyncio.Event()
+
+        async def one(name: str, placement: str | None, length: int) -> None:
+            params = SamplingParams(max_tokens=length, ignore_eos=True, placement=placement)
+            async for _ in engine.generate("x", params, name):
+                started.set()
+
+        first = asyncio.ensure_future(one("first", "all-kda", 120))
+        await started.wait()
+        change = asyncio.ensure_future(engine.change_placement("all-swa"))
+        await asyncio.sleep(0)
+        with pytest.raises(VLLMValidationError, match="kda,kda: .* more than a page of the arena"):
+            await one("held back", "all-kda", 2)
+        await asyncio.gather(first, change)
+        await one("fits", "all-attention", 2)
+
+    engine = AsyncLLM.from_engine_args(args)
+    try:
+        asyncio.run(run(engine))
+    finally:
+        engine.shutdown()

@@ -196,12 +196,11 @@ class AsyncLLM:
             if self._loggers is not None and not isinstance(error, VLLMValidationError):
                 self._loggers.record(None, IterationStats(failures=["input"]))
             raise
+        await self.rest.placement_gate.passed()
         placement = placement_to_admit(self.model_config, processed.request)
         if placement is not None:
-            self.front_end.require_awake()
-            admitted = await self.engine_core.call_utility("admit_placement", placement)
+            admitted = await self.rest.admitted(placement)
             processed.request.sampling_params.placement = admitted
-        await self.rest.placement_gate.passed()
         stream = self._start(processed, request_id, take_text)
         finished = False
         try:

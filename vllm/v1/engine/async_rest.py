@@ -89,6 +89,16 @@ class AsyncRest:
 
     # ---- placement -----------------------------------------------------------------------------
 
+    async def admitted(self, placement: Placement) -> str:
+        """What the core says to a request with this placement that starts at once, while no change
+        goes on: the next one may leave no room for it."""
+        while True:
+            self._front_end.require_awake()
+            answer: str = await self._engine_core.call_utility("admit_placement", placement)
+            if self.placement_gate.is_open:
+                return answer
+            await self.placement_gate.passed()
+
     @contextlib.asynccontextmanager
     async def one_placement(self) -> AsyncGenerator[str | None, None]:
         """See `AsyncLLM.one_placement`."""

@@ -42,6 +42,11 @@ class PlacementGate:
         self._num_keep, self._nobody_keeps = 0, asyncio.Event()
         self._nobody_keeps.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no change goes on."""
+        return self._open.is_set()
+
     async def passed(self) -> None:
         """Wait until no change goes on."""
         await self._open.wait()
