@@ -13,7 +13,7 @@ from apriel2_models import Reference, Tensors, make_tensors, pattern, save, stoc
 from parity_checks import MakeEngine, generate, in_this_process, prompts
 
 from tests.parity.in_process import runner_of
-from vllm import RequestOutput, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.protocol.completion import CompletionRequest
 from vllm.entrypoints.openai.rendering import RenderedPrompt
@@ -155,3 +155,35 @@ def test_who_was_held_back_is_asked_about_the_new_memory(path: Path) -> None:
         asyncio.run(run(engine))
     finally:
         engine.shutdown()
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_metrics_show_the_memory_that_there_is(path: Path, replicas: int) -> None:
+    """Of each replica, after a change as in an engine that starts so."""
+    settings: dict[str, Any] = {
+        "model": str(path),
+        "dtype": "float32",
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 2**22,
+        "disable_log_stats": False,
+        "data_parallel_size": replicas,
+    }
+
+    def shown(llm: LLM) -> list[dict[str, str]]:
+        found = [one.labels for one in llm.get_metrics() if one.name == "vllm:cache_config_info"]
+        return sorted(found, key=lambda labels: labels["engine"])
+
+    def run(placement: str, change: str | None = None) -> list[dict[str, str]]:
+        llm = LLM(**settings, placement=placement)
+        try:
+            if change is not None:
+                llm.change_placement(change)
+            return shown(llm)
+        finally:
+            llm.shutdown()
+
+    expected = run("all-gdn")
+    assert len(expected) == replicas
+    assert run("all-attention") != expected
+    assert run("all-attention", "all-gdn") == expected

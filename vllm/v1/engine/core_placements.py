@@ -275,8 +275,7 @@ class CorePlacements:
         else:
             self._replaced = before
             logger.info("placement changed in %.2f s", time.monotonic() - begin)
-            cache = self._vllm_config.cache_config
-            return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+            return PlacementChange(False, found, [self._memory.size()])
         self._restore(before)
         raise RuntimeError(
             f"the placement is {before} as before, for the change failed: "
@@ -342,8 +341,7 @@ class CorePlacements:
         self._own = spelled
         found = self._executor.collective_rpc("use_as_own", args=(index,))
         self._memory.adopt(self._config, index)
-        cache = self._vllm_config.cache_config
-        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+        return PlacementChange(False, found, [self._memory.size()])
 
 
 def tell_weights_read(

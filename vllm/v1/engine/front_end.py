@@ -14,6 +14,7 @@ from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.replicas import total
 from vllm.v1.engine.sleep import ASLEEP, TAGS, FrontEndSleep, SleepState
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
@@ -98,10 +99,12 @@ class FrontEnd:
 
     def show_placement(self, placement: Placement, change: PlacementChange) -> None:
         """From now on the configuration describes another placement."""
-        cache = self.vllm_config.cache_config
         self.model_config.placement = as_text(placement)
-        cache.num_gpu_blocks = change.num_gpu_blocks
-        cache.capacity_tokens = change.capacity_tokens
+        cache, memory = self.vllm_config.cache_config, change.memory
+        cache.num_gpu_blocks = total([one.num_gpu_blocks for one in memory])
+        cache.capacity_tokens = total([one.capacity_tokens for one in memory])
+        if self._loggers is not None:
+            self._loggers.record_memory(memory)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 
@@ -83,17 +83,23 @@ def busy() -> VLLMValidationError:
     return VLLMValidationError(_BUSY, "mode")
 
 
+class MemorySize(NamedTuple):
+    """As `CacheConfig` has them."""
+
+    num_gpu_blocks: int | None
+    capacity_tokens: int | None
+
+
 @dataclass(frozen=True)
 class PlacementChange:
     """What a front end is told of a change; `placements`: mixers by layer, from every worker.
 
-    `is_busy`: requests run, so nothing was changed.
+    `is_busy`: requests run, so nothing was changed. `memory`: what each replica has from now on.
     """
 
     is_busy: bool
     placements: list[dict[int, str]]
-    num_gpu_blocks: int | None = None
-    capacity_tokens: int | None = None
+    memory: list[MemorySize] = field(default_factory=list)
 
 
 def placement_to_admit(model: ModelConfig, request: EngineCoreRequest) -> Placement | None:

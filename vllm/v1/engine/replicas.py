@@ -79,8 +79,7 @@ def _placement_change(answers: Sequence[PlacementChange]) -> PlacementChange:
     return PlacementChange(
         any(one.is_busy for one in answers),
         _joined([one.placements for one in answers]),
-        sum(one.num_gpu_blocks or 0 for one in answers),
-        sum(one.capacity_tokens or 0 for one in answers),
+        _joined([one.memory for one in answers]),
     )
 
 
@@ -131,8 +130,8 @@ def adopt_starts(config: VllmConfig, started: Sequence[VllmConfig]) -> None:
     if first is config:
         return
     cache = config.cache_config
-    cache.num_gpu_blocks = _total([one.cache_config.num_gpu_blocks for one in started])
-    cache.capacity_tokens = _total([one.cache_config.capacity_tokens for one in started])
+    cache.num_gpu_blocks = total([one.cache_config.num_gpu_blocks for one in started])
+    cache.capacity_tokens = total([one.cache_config.capacity_tokens for one in started])
     length = min(one.model_config.max_model_len for one in started)
     config.model_config.max_model_len = config.scheduler_config.max_model_len = length
     common = {decision.what: decision for decision in first.decisions.decisions()}
@@ -148,6 +147,7 @@ def adopt_starts(config: VllmConfig, started: Sequence[VllmConfig]) -> None:
         )
 
 
-def _total(numbers: list[int | None]) -> int | None:
+def total(numbers: Sequence[int | None]) -> int | None:
+    """Of what all replicas have; None where none says how much."""
     known = [number for number in numbers if number is not None]
     return sum(known) if known else None
