@@ -12,6 +12,7 @@ import torch
 
 from tests.v1.core.sched.helpers import Driver, make_request
 from tests.v1.engine.fakes import EOS, expected_tokens, make_vllm_config
+from vllm.cache_options import CacheOptions
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.placed_arena import (
     estimate_placed_max_model_len,
@@ -156,6 +157,25 @@ def test_a_placement_takes_the_place_of_another() -> None:
     driver.run()
     assert set(driver.finished) == {"runs", "waits", "behind"}
     assert cached and scheduler.retire_placement(2)
+    assert scheduler.reset_prefix_cache() and not scheduler.kv_cache_manager.usage
+
+
+def test_only_what_is_retired_is_unpinned() -> None:
+    driver = Driver(make(64))
+    for placement in (0, 1, 2):
+        one = request_of(f"r{placement}", placement, 40, 2)
+        one.cache = CacheOptions(pin_seconds=60.0 + placement)
+        driver.add(one)
+        driver.run()
+    scheduler = driver.scheduler
+    pins, held = scheduler.kv_cache_manager.pins, scheduler.kv_cache_manager.usage
+    pages = pins.pages
+    assert scheduler.retire_placement(1)
+    assert 0 < scheduler.kv_cache_manager.usage < held and 0 < pins.pages < pages
+    for kept in (0, 2):
+        first = scheduler.kv_cache_config.placements[kept].first
+        assert not scheduler.kv_cache_manager.block_pool.forget_groups(first, 1), "still pinned"
+    assert pins.release_next() and pins.release_next() and not pins.release_next()
     assert scheduler.reset_prefix_cache() and not scheduler.kv_cache_manager.usage
 
 
