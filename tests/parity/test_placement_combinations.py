@@ -187,3 +187,23 @@ def test_metrics_show_the_memory_that_there_is(path: Path, replicas: int) -> Non
     assert len(expected) == replicas
     assert run("all-attention") != expected
     assert run("all-attention", "all-gdn") == expected
+
+
+def test_listeners_hear_that_the_cache_is_empty(
+    path: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that they know are not found under another placement."""
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    llm = make_engine("llama", model=str(path), enable_prefix_caching=True, kv_events_config=events)
+    core = llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+    told: list[str] = []
+    monkeypatch.setattr(
+        core._event_publisher,
+        "publish",
+        lambda batch: told.extend(type(event).__name__ for event in batch.events),
+    )
+    for _ in range(2):
+        generate(llm, prompts((40,)), 2)
+    llm.change_placement("all-gdn")
+    generate(llm, prompts((40,)), 2)
+    assert told[:2] == ["BlockStored", "AllBlocksCleared"] and set(told[2:]) == {"BlockStored"}
