@@ -49,6 +49,9 @@ def requests_choose(server: RemoteServer, tokens_of: Callable[[list[str]], list[
     for reply, (fields, names) in zip(replies, chosen, strict=True):
         assert reply.result()["choices"][0]["token_ids"] == tokens_of(names), fields
         assert reply.result()["model"] == fields.get("model", "main")
+    shown = {one["what"]: one["chosen"] for one in server.get("/decisions")}
+    graphs = shown["graphs of a placement without an alias"]
+    assert graphs == "none for gdn,attention, the last one that came"
     chat = {"messages": [{"role": "user", "content": "x"}]}
     for wrong in ("all-x", ["gdn"], ["gdn", 1]):
         for path, prompt in (("/v1/completions", BODY), ("/v1/chat/completions", chat)):

@@ -142,6 +142,9 @@ class FakeAsyncLLM:
         if self.dead:
             raise self.dead_error
 
+    async def learn_decisions(self) -> None:
+        """It decides nothing."""
+
     async def change_placement(self, placement: Placement, mode: str = "wait") -> list[Any]:
         self.placement = dict(enumerate(expand(placement, 2)))
         return [self.placement]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from vllm.v1.engine.no_pooling import no_pooling
 from vllm.v1.engine.output_handler import OutputHandler
 from vllm.v1.engine.output_stream import OutputStream, TakeText
 from vllm.v1.engine.placements import asked_for, placement_to_admit
+from vllm.v1.engine.replicas import adopt_decisions
 from vllm.v1.metrics.merge import snapshot
 from vllm.v1.metrics.prometheus import REGISTRY, metrics_text
 from vllm.v1.metrics.reader import Metric
@@ -150,6 +152,13 @@ class AsyncLLM:
         """Raise `EngineDeadError` if the engine is dead."""
         if self.errored:
             raise self.dead_error
+
+    async def learn_decisions(self) -> None:
+        """Let the configuration have what the core has decided since its start; of a dead one what
+        was known stays."""
+        with contextlib.suppress(EngineDeadError):
+            found = await self.engine_core.call_utility("decisions")
+            adopt_decisions(self.vllm_config, found)
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
+from vllm.v1.engine.replicas import decided
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.executor.abstract import Executor
@@ -109,6 +110,7 @@ class EngineCore:
             "admit_placement": self.admit_placement,
             "own_placement": self._placements.own,
             "collective_rpc": self.collective_rpc,
+            "decisions": lambda: [decided(vllm_config)],
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.executor.check_health,
             "sleep": self.sleeping.sleep,

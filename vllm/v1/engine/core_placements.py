@@ -193,14 +193,14 @@ class CorePlacements:
         self._regions[index : index + 1] = [(placed.first, max(room, placed.count))]
         self._live[placement] = index
         decisions.record(
-            f"graphs of placement {placement}",
-            "none",
-            "it came with a request; name it with --placement-alias to have graphs from the start",
+            "graphs of a placement without an alias",
+            f"none for {placement}, the last one that came",
+            "name it with --placement-alias to have graphs from the start",
         )
         if not all(have_journals):
             decisions.record(
-                f"deferred commit of placement {placement}",
-                "off",
+                "deferred commit of a placement without an alias",
+                f"off for {placement}, the last one that came without room",
                 "its journals are larger than those of the placements in use at the start; name "
                 "it with --placement-alias, then memory is planned for them",
             )

@@ -17,6 +17,8 @@ from vllm.v1.engine.sleep import TAGS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: a replica's rank, and all of its decisions
+Decided = tuple[int, list[decisions.Decision]]
 #: calls after which no replica has the prefixes that it had
 _FORGETTING = frozenset({"reset_prefix_cache", "sleep", "change_placement"})
 #: call -> what takes it back, with its arguments, where some replicas could and others could not
@@ -85,6 +87,7 @@ def _placement_change(answers: Sequence[PlacementChange]) -> PlacementChange:
 
 _COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "collective_rpc": _joined,
+    "decisions": _joined,
     "reset_prefix_cache": all,
     "change_placement": _placement_change,
 }
@@ -134,14 +137,23 @@ def adopt_starts(config: VllmConfig, started: Sequence[VllmConfig]) -> None:
     cache.capacity_tokens = total([one.cache_config.capacity_tokens for one in started])
     length = min(one.model_config.max_model_len for one in started)
     config.model_config.max_model_len = config.scheduler_config.max_model_len = length
-    common = {decision.what: decision for decision in first.decisions.decisions()}
+    adopt_decisions(config, [decided(one) for one in started])
+
+
+def decided(config: VllmConfig) -> Decided:
+    """What a replica has decided so far."""
+    return config.parallel_config.data_parallel_rank, config.decisions.decisions()
+
+
+def adopt_decisions(config: VllmConfig, found: Sequence[Decided]) -> None:
+    """Add what the replicas have decided; where they differ, they are told apart."""
+    common = {decision.what: decision for decision in found[0][1]}
     config.decisions.adopt(list(common.values()))
-    for other in started[1:]:
-        rank = other.parallel_config.data_parallel_rank
+    for rank, others in found[1:]:
         config.decisions.adopt(
             [
                 decisions.Decision(f"{one.what} of replica {rank}", one.chosen, one.why)
-                for one in other.decisions.decisions()
+                for one in others
                 if common.get(one.what) != one
             ]
         )
