@@ -12,7 +12,7 @@ from vllm.config import KVTransferConfig, ParallelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import cuda
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.placements import PlacementChange
+from vllm.v1.engine.placements import MemorySize, PlacementChange
 from vllm.v1.engine.replicas import (
     adopt_starts,
     combined,
@@ -109,10 +109,9 @@ def test_answers_of_all_replicas_as_one() -> None:
     assert combined("collective_rpc", ranks, [[1, 2], [3]]) == [1, 2, 3]
     assert combined("reset_prefix_cache", ranks, [True, False]) is False
     assert combined("admit_placement", ranks, ["a", "a"]) == "a"
-    changes = [PlacementChange(False, [{0: "x"}], 5, 80), PlacementChange(True, [], 7, 112)]
-    assert combined("change_placement", ranks, changes) == PlacementChange(
-        True, [{0: "x"}], 12, 192
-    )
+    sizes = [MemorySize(5, 80), MemorySize(7, 112)]
+    changes = [PlacementChange(False, [{0: "x"}], sizes[:1]), PlacementChange(True, [], sizes[1:])]
+    assert combined("change_placement", ranks, changes) == PlacementChange(True, [{0: "x"}], sizes)
     wrong = [VLLMValidationError("bad level", "level")] * 2
     with pytest.raises(VLLMValidationError, match="bad level"):
         combined("sleep", ranks, wrong)

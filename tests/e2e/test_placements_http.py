@@ -53,6 +53,9 @@ def requests_choose(server: RemoteServer, tokens_of: Callable[[list[str]], list[
     for reply, (fields, names) in zip(replies, chosen, strict=True):
         assert reply.result()["choices"][0]["token_ids"] == tokens_of(names), fields
         assert reply.result()["model"] == fields.get("model", "main")
+    shown = {one["what"]: one["chosen"] for one in server.get("/decisions")}
+    graphs = shown["graphs of a placement without an alias"]
+    assert graphs == "none for gdn,attention, the last one that came"
     chat = {"messages": [{"role": "user", "content": "x"}]}
     for wrong in ("all-x", ["gdn"], ["gdn", 1]):
         for path, prompt in (("/v1/completions", BODY), ("/v1/chat/completions", chat)):
@@ -63,9 +66,9 @@ def requests_choose(server: RemoteServer, tokens_of: Callable[[list[str]], list[
     both = {"model": "fast", "placement": "all-kda"}
     error = server.post("/v1/completions", status=400, **BODY, **both)["error"]
     assert "the model 'fast' is a placement" in error["message"]
-    beams = {"model": "fast", "use_beam_search": True}
-    error = server.post("/v1/completions", status=400, **BODY, **beams)["error"]
-    assert "beams run with the engine's own placement" in error["message"]
+    for names, model in ((["gdn", "gdn"], "fast"), (["kda", "kda"], "main")):
+        beams = server.post("/v1/completions", **BODY, model=model, use_beam_search=True)
+        assert beams["choices"][0]["token_ids"] == tokens_of(names), "one beam is greedy"
     assert server.get("/placements")["placements"] == {"0": "kda", "1": "kda"}
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,9 +142,16 @@ class FakeAsyncLLM:
         if self.dead:
             raise self.dead_error
 
+    async def learn_decisions(self) -> None:
+        """It decides nothing."""
+
     async def change_placement(self, placement: Placement, mode: str = "wait") -> list[Any]:
         self.placement = dict(enumerate(expand(placement, 2)))
         return [self.placement]
+
+    @asynccontextmanager
+    async def one_placement(self) -> AsyncGenerator[str | None, None]:
+        yield None
 
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
         if method in ("get_layer_placements", "get_mixer_names"):

@@ -146,4 +146,5 @@ def test_placements_share_their_journals(start: Any) -> None:
         "attention,kda": False,
     }
     noted = {one.what: one.chosen for one in one.llm_engine.vllm_config.decisions.decisions()}
-    assert noted["deferred commit of placement kda,kda"] == "off"
+    what = "deferred commit of a placement without an alias"
+    assert noted[what].startswith("off for attention,kda"), "the log does not grow with them"

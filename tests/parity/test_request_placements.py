@@ -272,6 +272,28 @@ def test_a_change_beside_what_runs(supernet: Supernet, monkeypatch: pytest.Monke
     engine.engine_core.shutdown()
 
 
+def test_the_engines_own_takes_no_place(
+    supernet: Supernet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since it stays: else who waits for the only one would wait for ever, and all behind."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    llm = make(supernet.path, max_request_placements=1)
+    engine, found = llm.llm_engine, 0
+    for own, asked in (("kda,swa", "all-swa"), ("attention,gdn", "kda,swa"), ("fast", "all-swa")):
+        engine.engine_core.call_utility("overlap_placement", own)
+        for one in (asked, None, "gdn,attention"):
+            prompt = TokensPrompt(prompt_token_ids=PROMPTS[1])
+            engine.add_request(f"{own} {one}", prompt, params(one))
+        for _ in range(100):
+            found += sum(one.finished for one in engine.step())
+            if not engine.has_unfinished_requests():
+                break
+        assert not engine.has_unfinished_requests(), own
+    assert found == 9
+    assert len(scheduler(llm).kv_cache_config.placements) == 3 + 2
+    engine.engine_core.shutdown()
+
+
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_ranks_and_replicas(supernet: Supernet, layout: dict[str, int]) -> None:
@@ -345,6 +367,8 @@ def test_a_long_prompt_is_computed_again_by_few_states(
         ("gdn,mamba", "layer 1 has no mixer 'mamba'; it has attention, sliding_window, gdn, kda"),
         ("nothing", "it names 1 layers"),
         ([], "expected|it names 0 layers"),
+        (["fast"], "it names 1 layers"),
+        (["gdn,gdn"], "it names 1 layers"),
     ],
 )
 def test_a_bad_placement_is_refused_at_once(llm: LLM, placement: Any, message: str) -> None:
@@ -352,6 +376,18 @@ def test_a_bad_placement_is_refused_at_once(llm: LLM, placement: Any, message: s
         run(llm, [placement], PROMPTS[:1])
     assert caught.value.parameter == "placement"
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_long_spellings_are_not_remembered(supernet: Supernet, llm: LLM) -> None:
+    """Spaces around names are free, and clients send as many as they like; nor does a refusal
+    repeat what it was sent."""
+    long = 1 << 20
+    supernet.assert_equals(run(llm, [f"gdn,{' ' * long}gdn"], PROMPTS[:1])[0], "all-gdn")
+    placements = llm.llm_engine.engine_core.engine_core._placements  # type: ignore[attr-defined]
+    assert sum(map(len, placements._spelled)) < long
+    with pytest.raises(VLLMValidationError, match="has no mixer 'xx") as caught:
+        run(llm, [["gdn", "x" * long]], PROMPTS[:1])
+    assert len(str(caught.value)) < 300
 
 
 def test_what_does_not_fit_is_refused(
@@ -386,4 +422,9 @@ def test_what_does_not_fit_is_refused(
         make(supernet.path, placement_alias=["x"])
     with pytest.raises(VLLMValidationError, match="has a name that is in use already"):
         make(supernet.path, placement_alias=["x=all-gdn", "x=all-kda"])
+    with pytest.raises(VLLMValidationError, match="'gdn,gdn=all-kda' has a name like a placement"):
+        make(supernet.path, placement_alias=["gdn,gdn=all-kda"])
+    for wrong, message in (("gdn", "it names 1 layers"), ("all-x", "layer 0 has no mixer 'x'")):
+        with pytest.raises(VLLMValidationError, match=f"--placement-alias y={wrong}: .*{message}"):
+            make(supernet.path, placement_alias=["x=all-gdn", f"y={wrong}"])
     assert set(MIXERS) == {"attention", "sliding_window", "gdn", "kda"}

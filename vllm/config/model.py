@@ -211,6 +211,8 @@ class ModelConfig:
             problem = "is no NAME=PLACEMENT" if not (name and equals and placement) else None
             if name in taken:
                 problem = "has a name that is in use already"
+            if "," in name:
+                problem = "has a name like a placement, whose mixers are joined by commas"
             if problem is not None:
                 raise VLLMValidationError(
                     f"--placement-alias {text!r} {problem}", "placement_alias", text

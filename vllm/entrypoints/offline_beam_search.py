@@ -76,6 +76,12 @@ def _advance(generate: Generate, searches: Sequence[BeamSearch]) -> None:
         search.advance(choices)
 
 
-def one_token(num_choices: int) -> SamplingParams:
+def one_token(num_choices: int, placement: str | list[str] | None = None) -> SamplingParams:
     """Parameters of one step of one beam: the `num_choices` likeliest next tokens."""
-    return SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_choices, detokenize=False)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=1,
+        logprobs=num_choices,
+        detokenize=False,
+        placement=placement,
+    )

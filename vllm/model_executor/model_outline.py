@@ -69,7 +69,11 @@ def bytes_in_use(models: Sequence[nn.Module], placement: Placement) -> int:
     in use of a supernet, the first of them."""
     model = models[0]
     assert isinstance(model, HasPlacements)
-    return _tensor_bytes(models) - parameter_bytes(model.unused_mixers(placement))
+    unused = model.unused_mixers(placement)
+    for beside in models[1:]:
+        if isinstance(beside, HasPlacements):
+            unused += beside.unused_mixers()
+    return _tensor_bytes(models) - parameter_bytes(unused)
 
 
 def _tensor_bytes(models: Sequence[nn.Module]) -> int:

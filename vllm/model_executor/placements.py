@@ -7,6 +7,7 @@ the last two layers, X between); or names joined by commas.
 """
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 
 from vllm.config import VllmConfig
@@ -14,6 +15,10 @@ from vllm.exceptions import VLLMValidationError
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
 _EVERY = re.compile(r"every(\d{1,9})(?:st|nd|rd|th)-(.+)")
+
+#: what is shown of a name that may be of any length
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 80
 
 Placement = Sequence[str] | str
 
@@ -25,13 +30,19 @@ def expand(placement: Placement, num_layers: int) -> list[str]:
     """
     names = _expanded(placement, num_layers) if isinstance(placement, str) else placement
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise placement_error(f"expected a list of names, or a string, got {placement!r}")
+        shown = _SHOWN.repr(placement)
+        raise placement_error(f"expected a list of names, or a string, got {shown}")
     if len(names) != num_layers:
         raise placement_error(
             f"it names {len(names)} layers, but the model has {num_layers}; give a name for each, "
             "or all-X, everyNth-X, bookend-attn-X"
         )
     return list(names)
+
+
+def as_text(placement: Placement) -> str:
+    """The same placement, names joined by commas."""
+    return placement if isinstance(placement, str) else ",".join(placement)
 
 
 def _expanded(text: str, num_layers: int) -> list[str]:
@@ -57,7 +68,7 @@ def check_names(names: Sequence[str], choices: Mapping[int, Sequence[str]]) -> N
     for layer, known in choices.items():
         if names[layer] not in known:
             raise placement_error(
-                f"layer {layer} has no mixer {names[layer]!r}; it has {', '.join(known)}"
+                f"layer {layer} has no mixer {_SHOWN.repr(names[layer])}; it has {', '.join(known)}"
             )
 
 

@@ -29,7 +29,8 @@ def collect_layers(
 ) -> dict[str, AttentionLayerBase]:
     """Every layer with state of `models`, built from `vllm_config`, by name, in module order.
 
-    Of a supernet, those that are in use, or would be with `placement`.
+    Of a supernet, those that are in use, or of the first model those that would be with
+    `placement`: what is built beside it keeps its own.
 
     A layer is named by its `layer_name`. Layers of other packages may instead enter themselves in
     `compilation_config.static_forward_context` when they are made. ValueError for a name used
@@ -39,7 +40,7 @@ def collect_layers(
     names = {id(layer): name for name, layer in entered.items()}
     layers: dict[str, AttentionLayerBase] = {}
     for model in models:
-        for _, module in modules_in_use(model, placement):
+        for _, module in modules_in_use(model, placement if model is models[0] else None):
             if isinstance(module, AttentionLayerBase):
                 name = names.get(id(module)) or module.layer_name
                 if name in layers:

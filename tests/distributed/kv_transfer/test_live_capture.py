@@ -16,6 +16,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from safetensors.torch import load_file
 
+from tests.apriel2_models import make_tensors, save, stochastic
 from tests.distributed.kv_transfer.extraction_harness import (
     COLUMNS,
     HIDDEN,
@@ -217,7 +218,7 @@ def test_a_line_that_is_cut_off_is_no_line(tmp_path: Path, monkeypatch: pytest.M
 
 def test_samples_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = ["old"]
-    monkeypatch.setattr(LiveCaptureConnector, "_weights_now", lambda connector: list(now))
+    monkeypatch.setattr(LiveCaptureConnector, "_source_now", lambda connector: {"weights": [*now]})
     run = harness(tmp_path)
     assert serve(run, "before", AGREES)
     run.step()
@@ -237,6 +238,31 @@ def test_samples_are_of_one_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     del earlier["weights"]
     said.write_text(json.dumps(earlier))
     harness(tmp_path).worker.shutdown()
+
+
+def test_samples_are_of_one_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it is spelled; while the engine has another one nothing is captured."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    decoder = stochastic(2)
+    settings: dict[str, Any] = {
+        "model": str(save(tmp_path / "model", decoder, make_tensors(decoder))),
+        "dtype": "float32",
+        "max_model_len": 64,
+        "kv_cache_memory_bytes": 2**22,
+        "capture_live": 1.0,
+        "capture_live_path": str(tmp_path / "live"),
+    }
+    params = SamplingParams(max_tokens=2, extra_args={"kv_transfer_params": AGREES})
+    prompt = TokensPrompt(prompt_token_ids=[1, 2, 3])
+    llm = LLM(**settings, placement="all-gdn")
+    for placement in (None, "all-kda", ["gdn", "gdn"]):
+        if placement is not None:
+            llm.change_placement(placement)
+        llm.generate([prompt], params, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    assert len(lines(tmp_path / "live")) == 2
+    with pytest.raises(VLLMValidationError, match="holds captures of .*'gdn,gdn'.*, not .*'atten"):
+        LLM(**settings)
 
 
 def test_a_directory_has_one_server_and_one_content(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.apriel2_models import make_tensors, pattern, save, stochastic, thinned
 from tests.distributed.kv_transfer.offload_engines import (
     bits,
     drain,
@@ -68,11 +69,18 @@ def copy_of(model: Path, target: Path) -> Path:
     return target
 
 
-def placed(placement: str) -> VllmConfig:
-    """As if of a supernet: nothing here looks at the checkpoint's layers."""
-    config = config_of(tiny_model("llama"))
-    config.model_config.placement = placement
-    return config
+def test_a_placement_counts_however_it_is_spelled(tmp_path: Path) -> None:
+    supernet = save(tmp_path / "net", stochastic(2), make_tensors(stochastic(2)))
+    told = [
+        model_identity(config_of(supernet, placement=placement))["placement"]
+        for placement in (None, "all-attn", "attention, attention", "every2nd-gdn")
+    ]
+    assert told == ["attention,attention"] * 3 + ["attention,gdn"]
+    some = save(tmp_path / "thinned", thinned(), make_tensors(thinned()))
+    assert model_identity(config_of(some, placement="gdn,gdn,x"))["placement"] == "gdn,gdn,_"
+    fixed = save(tmp_path / "fixed", pattern(["gdn"]), make_tensors(pattern(["gdn"])))
+    for model in (fixed, tiny_model("llama")):
+        assert model_identity(config_of(model))["placement"] is None
 
 
 def differ(tmp_path: Path, case: str) -> tuple[VllmConfig, VllmConfig]:
@@ -92,7 +100,12 @@ def differ(tmp_path: Path, case: str) -> tuple[VllmConfig, VllmConfig]:
             config_of(llama, **drafts(copy_of(llama, tmp_path / "draft"))),
         ),
         "weights": lambda: (config_of(llama), config_of(copy_of(llama, tmp_path / "other"))),
-        "placement": lambda: (placed("all-attention"), placed("all-swa")),
+        "placement": lambda: tuple(
+            config_of(
+                save(tmp_path / "net", stochastic(2), make_tensors(stochastic(2))), placement=name
+            )
+            for name in ("all-attention", "all-swa")
+        ),
         "dtype": lambda: (config_of(llama), config_of(llama, dtype="bfloat16")),
     }
     return cases[case]()

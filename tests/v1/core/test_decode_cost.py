@@ -280,6 +280,15 @@ def test_a_thinned_supernet_has_rows_for_mixers_that_all_layers_have(tmp_path: P
     assert [LABELS[2] in kinds for kinds in parts] == [True, False]
 
 
+def test_mixers_that_a_draft_model_does_not_use_are_in_host_memory(tmp_path: Path) -> None:
+    path = str(apriel2_models.save(tmp_path, apriel2_models.stochastic(2), {}))
+    drafter = {"method": "draft_model", "model": path, "num_speculative_tokens": 2}
+    args = EngineArgs(path, max_model_len=256, placement="all-kda", speculative_config=drafter)
+    config = args.create_engine_config()
+    report = explain(config, Budget(arena_bytes=3 << 20), [12], what_ifs=False).decode
+    assert report.placements[0].weight_bytes == outline_model(config).weight_bytes
+
+
 def test_a_model_without_placements_has_one_row() -> None:
     config = EngineArgs(str(tiny_model("qwen3_5")), max_model_len=256).create_engine_config()
     report = explain(config, Budget(arena_bytes=3 << 20), [12], what_ifs=False).decode

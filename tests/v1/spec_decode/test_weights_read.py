@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.apriel2_models import make_tensors, save, stochastic
 from tests.draft_models import TINY, eagle3_tensors, mtp_tensors, with_mtp, write_eagle3
 from tests.tiny_models import tiny_model
 from vllm.engine.arg_utils import EngineArgs
@@ -53,3 +54,18 @@ def test_a_draft_model_reads_its_own_output_head() -> None:
     found = read(target, own_head=True, method="draft_model", model=str(tiny_model("qwen3_5")))
     assert found.drafter[1] == about(tiny_model("qwen3_5"), "embed_tokens", "mtp.")
     assert found.target == about(target, "embed_tokens")
+
+
+def test_a_supernet_reads_the_mixers_in_use(tmp_path: Path) -> None:
+    target = save(tmp_path, stochastic(2), make_tensors(stochastic(2)))
+    draft = str(tiny_model("llama"))
+    args = EngineArgs(
+        str(target),
+        dtype="float32",
+        placement="all-kda",
+        speculative_config={"method": "draft_model", "model": draft, "num_speculative_tokens": 1},
+    )
+    _, (model, drafter) = models_on_meta(args.create_engine_config())
+    unused = [f"mixers.{name}." for name in ("attention", "sliding_window", "gdn")]
+    found = WeightsRead.of(model, drafter, (0, 1), own_head=True)
+    assert found.target == about(target, *unused, "embed_tokens")

@@ -27,10 +27,12 @@ def check_ranks(asked: int | None, parallel: ParallelConfig | None) -> None:
 
 def draft_config(target: ModelConfig, model: str, hf_config: Any) -> ModelConfig:
     """The `ModelConfig` of the draft checkpoint `model` beside `target`: in its dtype, for
-    sequences of its length. `VLLMValidationError` if the positions of the draft end earlier."""
+    sequences of its length; placements are the target's. `VLLMValidationError` if the positions of
+    the draft end earlier."""
     draft = copy.copy(target)
     draft.model = model
-    draft.revision = draft.quantization = None
+    draft.revision = draft.quantization = draft.placement = None
+    draft.placement_alias = []
     draft.refresh_hf_config(hf_config)
     limit = draft.model_arch_config.max_model_len
     rope = getattr(draft.hf_text_config, "rope_parameters", None) or {}

@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.siblings import Siblings, abort_replies
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused
 from vllm.utils.parent_watch import watch_parent
-from vllm.v1.engine.placements import PlacementChange, show_placement
+from vllm.v1.engine.placements import PlacementChange
 from vllm.v1.engine.sleep import SleepState, check_mode, check_sleep, check_tags
 from vllm.v1.serial_utils import unpickle_setup
 
@@ -159,7 +159,7 @@ class CommandedEngine:
 
     async def placed(self, placement: Placement, change: PlacementChange) -> None:
         """Requests that do not choose have another placement."""
-        show_placement(self._engine.vllm_config, placement, change)
+        self._engine.front_end.show_placement(placement, change)
 
     async def lose_core(self, cause: str) -> None:
         """The core has died."""

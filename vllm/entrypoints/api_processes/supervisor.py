@@ -128,7 +128,9 @@ class Supervisor:
             self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
-            self._placement = JointPlacement(self._core, self._ports, self._vllm_config)
+            self._placement = JointPlacement(
+                self._core, self._ports, self._metrics, self._vllm_config
+            )
             loop = asyncio.get_running_loop()
             for number in _SIGNALS:
                 loop.add_signal_handler(number, self._take_signal, number)

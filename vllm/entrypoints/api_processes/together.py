@@ -16,7 +16,7 @@ from vllm.entrypoints.api_processes.control import ControlPort, PeerGoneError
 from vllm.logger import init_logger
 from vllm.v1.engine import SchedulerStats
 from vllm.v1.engine.async_client import AsyncMPClient
-from vllm.v1.engine.placements import PlacementChange, show_placement
+from vllm.v1.engine.placements import MemorySize, PlacementChange, show_placement
 from vllm.v1.engine.sleep import TAGS, SleepState
 from vllm.v1.metrics.loggers import LoggingStatLogger, StatLoggerManager
 from vllm.v1.metrics.merge import as_text, merged, snapshot, total, without_gauges
@@ -80,6 +80,11 @@ class JointMetrics:
         """The core sleeps at `level`, 0 when it is awake."""
         if self._engine is not None:
             self._engine.record_sleep(level)
+
+    def record_memory(self, sizes: Sequence[MemorySize]) -> None:
+        """Each replica has so much state memory from now on."""
+        if self._engine is not None:
+            self._engine.record_memory(sizes)
 
     def lose(self, place: int) -> None:
         """The process is gone: what it has counted still counts."""
@@ -160,9 +165,12 @@ class JointSleep:
 class JointPlacement:
     """Changes the placement of requests that do not choose one, and all processes show it."""
 
-    def __init__(self, core: AsyncMPClient, ports: Ports, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, core: AsyncMPClient, ports: Ports, metrics: JointMetrics, vllm_config: VllmConfig
+    ) -> None:
         self._core = core
         self._ports = ports
+        self._metrics = metrics
         self._vllm_config = vllm_config
         self._lock = asyncio.Lock()
         #: the last change
@@ -173,6 +181,7 @@ class JointPlacement:
         async with self._lock:
             change = await self._core.call_utility("overlap_placement", placement)
             show_placement(self._vllm_config, placement, change)
+            self._metrics.record_memory(change.memory)
             self.placed = placement, change
             await tell_all(self._ports(), "placed", placement, change)
 

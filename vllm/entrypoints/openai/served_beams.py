@@ -62,9 +62,12 @@ class ServedBeams:
             _beam_params(request, params),
         )
         step = 0
-        while not search.done:
-            search.advance(await self._choices(search, request, f"{request_id}-{step}"))
-            step += 1
+        async with self.engine.one_placement() as own:
+            placement = own if params.placement is None else params.placement
+            while not search.done:
+                step_id = f"{request_id}-{step}"
+                search.advance(await self._choices(search, request, placement, step_id))
+                step += 1
         # Decoding a long text takes longer than the event loop should wait.
         completions = await asyncio.to_thread(self._completions, search, prompt.token_ids, params)
         return RequestOutput(
@@ -78,12 +81,18 @@ class ServedBeams:
         )
 
     async def _choices(
-        self, search: BeamSearch, request: GenerationRequest, step_id: str
+        self,
+        search: BeamSearch,
+        request: GenerationRequest,
+        placement: str | list[str] | None,
+        step_id: str,
     ) -> list[dict[int, Logprob]]:
         """What each running beam can go on with. When one fails, the others are aborted."""
         tasks = [
             asyncio.create_task(
-                self._next_tokens(beam, search.num_choices, request, f"{step_id}-{index}")
+                self._next_tokens(
+                    beam, one_token(search.num_choices, placement), request, f"{step_id}-{index}"
+                )
             )
             for index, beam in enumerate(search.running)
         ]
@@ -95,11 +104,15 @@ class ServedBeams:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _next_tokens(
-        self, beam: BeamSearchSequence, num_choices: int, request: GenerationRequest, one_id: str
+        self,
+        beam: BeamSearchSequence,
+        params: SamplingParams,
+        request: GenerationRequest,
+        one_id: str,
     ) -> dict[int, Logprob]:
         outputs = self.engine.generate(
             TokensPrompt(prompt_token_ids=beam.tokens),
-            one_token(num_choices),
+            params,
             one_id,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
@@ -138,11 +151,6 @@ def _beam_params(request: GenerationRequest, params: SamplingParams) -> BeamSear
             "beam search follows no constraint; leave out response_format, structured_outputs and "
             "forced tool calls, or use_beam_search",
             "use_beam_search",
-        )
-    if params.placement is not None:
-        raise VLLMValidationError(
-            "beams run with the engine's own placement; leave out placement, or use_beam_search",
-            "placement",
         )
     fields: dict[str, Any] = request.model_dump(include=set(_INCOMPATIBLE))
     for name in _INCOMPATIBLE:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The served names and `/v1/models`."""
 
+import reprlib
 import time
 import uuid
 from collections.abc import Collection
@@ -87,8 +88,8 @@ class ServingModels:
             return asked
         if asked not in (None, name):
             raise VLLMValidationError(
-                f"the model {name!r} is a placement, and the request asks for {asked!r}; leave one "
-                "of them out",
+                f"the model {name!r} is a placement, and the request asks for "
+                f"{reprlib.repr(asked)}; leave one of them out",
                 "placement",
             )
         return name

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.host_weights import send_to_host
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -122,6 +123,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> None:
+        _check_aliases(vllm_config.model_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         if vllm_config.model_config.placement is not None:
             self.set_layer_placements(vllm_config.model_config.placement)
@@ -184,6 +186,18 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         """As the base. Biases that the config switches off beside others are zero."""
         absent = dict(_absent_biases(self.config))
         return super().load_weights(chain(_without(weights, absent), absent.items()))
+
+
+def _check_aliases(model: ModelConfig) -> None:
+    """`VLLMValidationError` that names the alias of a placement that there is not."""
+    config = cast(Apriel2TextConfig, model.hf_text_config)
+    for name, placement in model.placement_aliases.items():
+        try:
+            check_names(expand(placement, config.num_hidden_layers), config.choices())
+        except VLLMValidationError as error:
+            raise VLLMValidationError(
+                f"--placement-alias {name}={placement}: {error}", "placement_alias"
+            ) from None
 
 
 def _names_in(config: Apriel2TextConfig) -> WeightsMapper:

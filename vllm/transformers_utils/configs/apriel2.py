@@ -124,6 +124,11 @@ class Apriel2TextConfig(PretrainedConfig):
             raise _error(f"main_mixer_name {name!r} of layer {layer} is none of {list(mixers)}")
         return name
 
+    def choices(self) -> dict[int, tuple[str, ...]]:
+        """The names of the mixers, of each layer that has several."""
+        layers = ((layer, self.mixers(layer)) for layer in range(self.num_hidden_layers))
+        return {layer: tuple(mixers) for layer, mixers in layers if "" not in mixers}
+
     def all_mixers(self) -> list[Description]:
         """Every mixer of every layer, chosen or not."""
         layers = range(self.num_hidden_layers)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
@@ -78,10 +78,23 @@ class PinnedPrefixes:
         if not self._pins:
             return False
         _, _, blocks = heapq.heappop(self._pins)
+        self._let_go(blocks)
+        return True
+
+    def release_groups(self, groups: Container[int]) -> None:
+        """Let go of the pins that hold blocks of these groups."""
+        pins, self._pins = self._pins, []
+        for pin in pins:
+            if any(block.group_id in groups for block in pin[2]):
+                self._let_go(pin[2])
+            else:
+                self._pins.append(pin)
+        heapq.heapify(self._pins)
+
+    def _let_go(self, blocks: list[KVCacheBlock]) -> None:
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
                 self._num_blocks[block.group_id] -= 1
         self._pool.free_blocks(reversed(blocks))
-        return True

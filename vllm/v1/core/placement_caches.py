@@ -51,14 +51,12 @@ class PlacementCaches(dict[int, KVCacheManager]):
         self._add(placement, first)
 
     def forget(self, placement: int) -> bool:
-        """Forget what is cached of a placement; False, and only pins have ended, while requests
+        """Forget what is cached of a placement; False, and only its pins have ended, while requests
         hold blocks of it."""
         self[placement].begin_step()
         placed = self._config.placements[placement]
-        while not self._pool.forget_groups(placed.first, placed.count):
-            if not self._pins.release_next():
-                return False
-        return True
+        self._pins.release_groups(range(placed.first, placed.first + placed.count))
+        return self._pool.forget_groups(placed.first, placed.count)
 
     def reset_prefix_cache(self, finished: Sequence[Request] = ()) -> bool:
         """`KVCacheManager.reset_prefix_cache` of each, with those `finished` that are its own."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMValidationError
@@ -22,6 +24,7 @@ from vllm.v1.engine.no_pooling import no_pooling
 from vllm.v1.engine.output_handler import OutputHandler
 from vllm.v1.engine.output_stream import OutputStream, TakeText
 from vllm.v1.engine.placements import asked_for, placement_to_admit
+from vllm.v1.engine.replicas import adopt_decisions
 from vllm.v1.metrics.merge import snapshot
 from vllm.v1.metrics.prometheus import REGISTRY, metrics_text
 from vllm.v1.metrics.reader import Metric
@@ -150,6 +153,13 @@ class AsyncLLM:
         if self.errored:
             raise self.dead_error
 
+    async def learn_decisions(self) -> None:
+        """Let the configuration have what the core has decided since its start; of a dead one what
+        was known stays."""
+        with contextlib.suppress(EngineDeadError):
+            found = await self.engine_core.call_utility("decisions")
+            adopt_decisions(self.vllm_config, found)
+
     # ---- requests ------------------------------------------------------------------------------
 
     async def generate(
@@ -195,12 +205,11 @@ class AsyncLLM:
             if self._loggers is not None and not isinstance(error, VLLMValidationError):
                 self._loggers.record(None, IterationStats(failures=["input"]))
             raise
+        await self.rest.placement_gate.passed()
         placement = placement_to_admit(self.model_config, processed.request)
         if placement is not None:
-            self.front_end.require_awake()
-            admitted = await self.engine_core.call_utility("admit_placement", placement)
+            admitted = await self.rest.admitted(placement)
             processed.request.sampling_params.placement = admitted
-        await self.rest.placement_gate.passed()
         stream = self._start(processed, request_id, take_text)
         finished = False
         try:
@@ -291,6 +300,13 @@ class AsyncLLM:
         placement is one that a request could choose, and has its memory.
         """
         return await self.rest.change_placement(placement, mode)
+
+    def one_placement(self) -> AbstractAsyncContextManager[str | None]:
+        """For a text that several requests make, one after another: a change of the engine's
+        placement waits for the end of the block, or raises as if a request ran. With "overlap" it
+        does not wait: the placement that is yielded is what these requests have to ask for; None
+        where requests cannot choose."""
+        return self.rest.one_placement()
 
     async def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

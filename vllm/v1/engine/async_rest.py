@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_client import AsyncClient
 from vllm.v1.engine.output_handler import OutputHandler
-from vllm.v1.engine.placements import PlacementChange, PlacementGate, busy, show_placement
+from vllm.v1.engine.placements import PlacementChange, PlacementGate, busy
 from vllm.v1.engine.sleep import check_mode, check_sleep, check_tags
 
 if TYPE_CHECKING:
@@ -89,12 +89,28 @@ class AsyncRest:
 
     # ---- placement -----------------------------------------------------------------------------
 
+    async def admitted(self, placement: Placement) -> str:
+        """What the core says to a request with this placement that starts at once, while no change
+        goes on: the next one may leave no room for it."""
+        while True:
+            self._front_end.require_awake()
+            answer: str = await self._engine_core.call_utility("admit_placement", placement)
+            if self.placement_gate.is_open:
+                return answer
+            await self.placement_gate.passed()
+
+    @contextlib.asynccontextmanager
+    async def one_placement(self) -> AsyncGenerator[str | None, None]:
+        """See `AsyncLLM.one_placement`."""
+        async with self.placement_gate.kept_open():
+            yield await self._engine_core.call_utility("own_placement")
+
     async def change_placement(self, placement: Placement, mode: str) -> list[dict[int, str]]:
         """See `AsyncLLM.change_placement`."""
         placement = self.placement_to_use(placement, mode)
         if mode == "overlap":
             return await self._overlap_placement(placement)
-        async with self.placement_gate.closed():
+        async with self.placement_gate.closed(waits=mode == "wait"):
             if self._engine_core.router is not None:
                 # All replicas or none: not before none of them has a request.
                 await self._no_request_runs(mode)
@@ -128,7 +144,7 @@ class AsyncRest:
     async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
         utility = self._engine_core.call_utility("overlap_placement", placement)
         change: PlacementChange = await asyncio.shield(utility)
-        show_placement(self._front_end.vllm_config, placement, change)
+        self._front_end.show_placement(placement, change)
         return change.placements
 
     async def _no_request_runs(self, mode: str) -> None:
@@ -142,5 +158,5 @@ class AsyncRest:
             "change_placement", placement
         )
         if not change.is_busy:
-            show_placement(self._front_end.vllm_config, placement, change)
+            self._front_end.show_placement(placement, change)
         return change

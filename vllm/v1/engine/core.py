@@ -30,11 +30,12 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.core_memory import CoreMemory
-from vllm.v1.engine.core_placements import CorePlacements
+from vllm.v1.engine.core_placements import CorePlacements, tell_weights_read
 from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
 from vllm.v1.engine.placements import PlacementChange
+from vllm.v1.engine.replicas import decided
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.executor.abstract import Executor
@@ -107,7 +108,9 @@ class EngineCore:
             "take_back_placement": self._placements.take_back,
             "overlap_placement": self.overlap_placement,
             "admit_placement": self.admit_placement,
+            "own_placement": self._placements.own,
             "collective_rpc": self.collective_rpc,
+            "decisions": lambda: [decided(vllm_config)],
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "check_health": self.executor.check_health,
             "sleep": self.sleeping.sleep,
@@ -133,10 +136,7 @@ class EngineCore:
                 f"{self.executor.max_concurrent_batches} in flight; use --no-async-scheduling and "
                 "--pipeline-parallel-size 1"
             )
-        drafter = self.vllm_config.drafter
-        if drafter is not None and (drafter.reads_target or drafter.is_draft_model):
-            # Ranks have equal parts.
-            scheduler.use_weights_read(*self.executor.collective_rpc("weights_read")[0])
+        tell_weights_read(self.vllm_config, scheduler, self.executor)
         if (connector := scheduler.get_kv_connector()) is not None:
             self.executor.init_kv_output_aggregator(connector)
             found = self.executor.collective_rpc("get_kv_connector_handshake_metadata")

@@ -26,6 +26,7 @@ from vllm.v1.core.staged_arena import (
     whole_config,
 )
 from vllm.v1.engine.joint_steps import JointSteps
+from vllm.v1.engine.placements import MemorySize
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
@@ -122,6 +123,11 @@ class CoreMemory:
             tokens, full_length = get_kv_cache_capacity(self._vllm_config, config)
             cache.capacity_tokens = tokens = tokens - tokens % cache.block_size
             logger.info("state memory: %d tokens, %.1f full-length requests", tokens, full_length)
+
+    def size(self) -> MemorySize:
+        """What was adopted last."""
+        cache = self._vllm_config.cache_config
+        return MemorySize(cache.num_gpu_blocks, cache.capacity_tokens)
 
     def _fit_max_model_len(
         self, specs: Sequence[dict[str, KVCacheSpec]], placed: Sequence[PlacementSpecs]

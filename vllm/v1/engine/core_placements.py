@@ -20,7 +20,7 @@ from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.placements import Placement, why_one_at_a_time
+from vllm.model_executor.placements import Placement, as_text, why_one_at_a_time
 from vllm.v1.core.arena_sizing import check_same_layers
 from vllm.v1.core.placed_arena import BesideArena, PlacementSpecs, with_placement
 from vllm.v1.core.sched.interface import SchedulerInterface
@@ -33,8 +33,8 @@ from vllm.v1.request import Request
 
 logger = init_logger(__name__)
 
-#: spellings of placements that need not be looked up again
-_NUM_REMEMBERED = 4096
+#: spellings of placements that need not be looked up again, and the most characters of one
+_NUM_REMEMBERED, _LONGEST_REMEMBERED = 4096, 4096
 
 
 class CorePlacements:
@@ -76,7 +76,7 @@ class CorePlacements:
         #: of requests that do not choose, if they can
         self._own = next(iter(self._live), "")
         #: what callers wrote -> the placement
-        self._spelled: dict[str, str] = {}
+        self._spelled: dict[str | tuple[str, ...], str] = {}
 
     # ---- requests that choose ------------------------------------------------------------------
 
@@ -158,15 +158,16 @@ class CorePlacements:
         return True
 
     def _spell(self, placement: Placement) -> str:
-        text = placement if isinstance(placement, str) else ",".join(placement)
-        if text in self._live:
-            return text
-        if (spelled := self._spelled.get(text)) is None:
-            asked = self._aliases.get(text, placement)
+        # A list has names of mixers only: no alias, no short form.
+        form = placement if isinstance(placement, str) else tuple(placement)
+        if (spelled := self._spelled.get(form)) is None:
+            asked = self._aliases.get(form, form) if isinstance(form, str) else form
             spelled, *_ = self._executor.collective_rpc("spell_placement", args=(asked,))
+            if len(as_text(form)) > _LONGEST_REMEMBERED:
+                return spelled
             if len(self._spelled) == _NUM_REMEMBERED:
                 self._spelled.clear()
-            self._spelled[text] = spelled
+            self._spelled[form] = spelled
         return spelled
 
     def _make_place(self, placement: str, ahead: Collection[int]) -> int | None:
@@ -174,7 +175,7 @@ class CorePlacements:
         many, and return its index; None while all others are needed."""
         index, retired = len(self._regions), None
         first, room = len(self._config.kv_cache_groups), 0
-        if index - self._num_named >= self._most_unnamed:
+        if self._num_places_taken() >= self._most_unnamed:
             retired = next((one for one in self._live if self._may_retire(one, ahead)), None)
             if retired is None:
                 return None
@@ -192,18 +193,23 @@ class CorePlacements:
         self._regions[index : index + 1] = [(placed.first, max(room, placed.count))]
         self._live[placement] = index
         decisions.record(
-            f"graphs of placement {placement}",
-            "none",
-            "it came with a request; name it with --placement-alias to have graphs from the start",
+            "graphs of a placement without an alias",
+            f"none for {placement}, the last one that came",
+            "name it with --placement-alias to have graphs from the start",
         )
         if not all(have_journals):
             decisions.record(
-                f"deferred commit of placement {placement}",
-                "off",
+                "deferred commit of a placement without an alias",
+                f"off for {placement}, the last one that came without room",
                 "its journals are larger than those of the placements in use at the start; name "
                 "it with --placement-alias, then memory is planned for them",
             )
         return index
+
+    def _num_places_taken(self) -> int:
+        """By placements without an alias; the engine's own stays, so it has a place of its own."""
+        places = [one for one, index in self._live.items() if index >= self._num_named]
+        return sum(one != self._own for one in places)
 
     def _may_retire(self, placement: str, ahead: Collection[int]) -> bool:
         index = self._live[placement]
@@ -229,6 +235,10 @@ class CorePlacements:
             ) from None
 
     # ---- the engine's own ----------------------------------------------------------------------
+
+    def own(self) -> str | None:
+        """What requests have that do not choose; None where they cannot choose."""
+        return self._own or None
 
     def change(self, placement: Placement) -> PlacementChange:
         """Everything that can be refused is checked first: the names, that the new state fits.
@@ -265,8 +275,7 @@ class CorePlacements:
         else:
             self._replaced = before
             logger.info("placement changed in %.2f s", time.monotonic() - begin)
-            cache = self._vllm_config.cache_config
-            return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+            return PlacementChange(False, found, [self._memory.size()])
         self._restore(before)
         raise RuntimeError(
             f"the placement is {before} as before, for the change failed: "
@@ -284,8 +293,11 @@ class CorePlacements:
         others waiting for it in the second; then the scheduler."""
         found = self._executor.collective_rpc("apply_placement", args=(placement, config))
         self._executor.collective_rpc("warm_up_placement")
+        # A connector of the scheduler's reads it there.
+        self._vllm_config.model_config.placement = as_text(placement)
         self._late_captures.recount()
         self._scheduler.use_memory(config)
+        tell_weights_read(self._vllm_config, self._scheduler, self._executor)
         self._use(config)
         self._memory.adopt(config)
         return found
@@ -329,5 +341,14 @@ class CorePlacements:
         self._own = spelled
         found = self._executor.collective_rpc("use_as_own", args=(index,))
         self._memory.adopt(self._config, index)
-        cache = self._vllm_config.cache_config
-        return PlacementChange(False, found, cache.num_gpu_blocks, cache.capacity_tokens)
+        return PlacementChange(False, found, [self._memory.size()])
+
+
+def tell_weights_read(
+    vllm_config: VllmConfig, scheduler: SchedulerInterface, executor: Executor
+) -> None:
+    """Tell the scheduler what drafting costs, by the weights that steps read from here on."""
+    drafter = vllm_config.drafter
+    if drafter is not None and (drafter.reads_target or drafter.is_draft_model):
+        # Ranks have equal parts.
+        scheduler.use_weights_read(*executor.collective_rpc("weights_read")[0])

@@ -13,6 +13,7 @@ from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.engine.placements import PlacementChange, show_placement
 from vllm.v1.engine.sleep import ASLEEP, TAGS, FrontEndSleep, SleepState
 from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.reader import Metric, get_metrics_snapshot
@@ -94,6 +95,12 @@ class FrontEnd:
         """What is asked for, or what it is an alias of."""
         aliases = self.model_config.placement_aliases
         return aliases.get(asked, asked) if isinstance(asked, str) else asked
+
+    def show_placement(self, placement: Placement, change: PlacementChange) -> None:
+        """From now on the configuration and metrics describe another placement."""
+        show_placement(self.vllm_config, placement, change)
+        if self._loggers is not None:
+            self._loggers.record_memory(change.memory)
 
     def require_tokenizer(self) -> PreTrainedTokenizerBase:
         """`ValueError` when the engine runs without a tokenizer."""

@@ -21,7 +21,6 @@ from vllm.v1.engine.placements import (
     asked_for,
     busy,
     placement_to_admit,
-    show_placement,
 )
 from vllm.v1.engine.sleep import check_sleep, check_tags
 from vllm.v1.metrics.reader import Metric
@@ -248,7 +247,7 @@ class LLMEngine:
             if not several:
                 raise busy()
             time.sleep(_TICK_S)  # a replica has yet to take in the end of its last request
-        show_placement(self.vllm_config, placement, change)
+        self._front_end.show_placement(placement, change)
         return change.placements
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:

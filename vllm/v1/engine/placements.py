@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.placements import as_text
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -38,14 +39,39 @@ class PlacementGate:
     def __init__(self) -> None:
         self._lock, self._open = asyncio.Lock(), asyncio.Event()
         self._open.set()
+        #: blocks of `kept_open`
+        self._num_keep, self._nobody_keeps = 0, asyncio.Event()
+        self._nobody_keeps.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no change goes on."""
+        return self._open.is_set()
 
     async def passed(self) -> None:
         """Wait until no change goes on."""
         await self._open.wait()
 
     @asynccontextmanager
-    async def closed(self) -> AsyncIterator[None]:
+    async def kept_open(self) -> AsyncIterator[None]:
+        """No change begins before the end of the block, which waits for those that are due."""
         async with self._lock:
+            self._num_keep += 1
+            self._nobody_keeps.clear()
+        try:
+            yield
+        finally:
+            self._num_keep -= 1
+            if not self._num_keep:
+                self._nobody_keeps.set()
+
+    @asynccontextmanager
+    async def closed(self, waits: bool) -> AsyncIterator[None]:
+        """Unless it `waits`, raises `busy` while somebody keeps the gate open."""
+        async with self._lock:
+            if not waits and self._num_keep:
+                raise busy()
+            await self._nobody_keeps.wait()
             self._open.clear()
             try:
                 yield
@@ -58,25 +84,38 @@ def busy() -> VLLMValidationError:
     return VLLMValidationError(_BUSY, "mode")
 
 
+class MemorySize(NamedTuple):
+    """As `CacheConfig` has them."""
+
+    num_gpu_blocks: int | None
+    capacity_tokens: int | None
+
+    @classmethod
+    def of_all(cls, sizes: Sequence[MemorySize]) -> MemorySize:
+        """What replicas have together; None where none says how much."""
+        blocks = [one.num_gpu_blocks for one in sizes if one.num_gpu_blocks is not None]
+        tokens = [one.capacity_tokens for one in sizes if one.capacity_tokens is not None]
+        return cls(sum(blocks) if blocks else None, sum(tokens) if tokens else None)
+
+
 @dataclass(frozen=True)
 class PlacementChange:
     """What a front end is told of a change; `placements`: mixers by layer, from every worker.
 
-    `is_busy`: requests run, so nothing was changed.
+    `is_busy`: requests run, so nothing was changed. `memory`: what each replica has from now on.
     """
 
     is_busy: bool
     placements: list[dict[int, str]]
-    num_gpu_blocks: int | None = None
-    capacity_tokens: int | None = None
+    memory: list[MemorySize] = field(default_factory=list)
 
 
 def show_placement(vllm_config: VllmConfig, placement: Placement, change: PlacementChange) -> None:
     """From now on the configuration describes another placement."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     assert model is not None
-    model.placement = placement if isinstance(placement, str) else ",".join(placement)
-    cache.num_gpu_blocks, cache.capacity_tokens = change.num_gpu_blocks, change.capacity_tokens
+    model.placement = as_text(placement)
+    cache.num_gpu_blocks, cache.capacity_tokens = MemorySize.of_all(change.memory)
 
 
 def placement_to_admit(model: ModelConfig, request: EngineCoreRequest) -> Placement | None:

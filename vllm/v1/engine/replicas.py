@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm import decisions
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.engine.placements import PlacementChange
+from vllm.v1.engine.placements import MemorySize, PlacementChange
 from vllm.v1.engine.sleep import TAGS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: a replica's rank, and all of its decisions
+Decided = tuple[int, list[decisions.Decision]]
 #: calls after which no replica has the prefixes that it had
 _FORGETTING = frozenset({"reset_prefix_cache", "sleep", "change_placement"})
 #: call -> what takes it back, with its arguments, where some replicas could and others could not
@@ -79,13 +81,13 @@ def _placement_change(answers: Sequence[PlacementChange]) -> PlacementChange:
     return PlacementChange(
         any(one.is_busy for one in answers),
         _joined([one.placements for one in answers]),
-        sum(one.num_gpu_blocks or 0 for one in answers),
-        sum(one.capacity_tokens or 0 for one in answers),
+        _joined([one.memory for one in answers]),
     )
 
 
 _COMBINE: dict[str, Callable[[Sequence[Any]], Any]] = {
     "collective_rpc": _joined,
+    "decisions": _joined,
     "reset_prefix_cache": all,
     "change_placement": _placement_change,
 }
@@ -131,23 +133,28 @@ def adopt_starts(config: VllmConfig, started: Sequence[VllmConfig]) -> None:
     if first is config:
         return
     cache = config.cache_config
-    cache.num_gpu_blocks = _total([one.cache_config.num_gpu_blocks for one in started])
-    cache.capacity_tokens = _total([one.cache_config.capacity_tokens for one in started])
+    caches = [one.cache_config for one in started]
+    sizes = [MemorySize(one.num_gpu_blocks, one.capacity_tokens) for one in caches]
+    cache.num_gpu_blocks, cache.capacity_tokens = MemorySize.of_all(sizes)
     length = min(one.model_config.max_model_len for one in started)
     config.model_config.max_model_len = config.scheduler_config.max_model_len = length
-    common = {decision.what: decision for decision in first.decisions.decisions()}
+    adopt_decisions(config, [decided(one) for one in started])
+
+
+def decided(config: VllmConfig) -> Decided:
+    """What a replica has decided so far."""
+    return config.parallel_config.data_parallel_rank, config.decisions.decisions()
+
+
+def adopt_decisions(config: VllmConfig, found: Sequence[Decided]) -> None:
+    """Add what the replicas have decided; where they differ, they are told apart."""
+    common = {decision.what: decision for decision in found[0][1]}
     config.decisions.adopt(list(common.values()))
-    for other in started[1:]:
-        rank = other.parallel_config.data_parallel_rank
+    for rank, others in found[1:]:
         config.decisions.adopt(
             [
                 decisions.Decision(f"{one.what} of replica {rank}", one.chosen, one.why)
-                for one in other.decisions.decisions()
+                for one in others
                 if common.get(one.what) != one
             ]
         )
-
-
-def _total(numbers: list[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if known else None

@@ -17,7 +17,7 @@ from vllm.v1.engine import FAILURE_STAGES, FinishReason, SchedulerStats
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import CacheConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 _LABELS = ("model_name", "engine")
@@ -149,7 +149,14 @@ class EngineMetrics:
         self.drafts_allowed: Gauge | None = None
         self.steps_by_drafts: dict[int, Counter] = {}
         self._add_speculation(vllm_config)
-        self._add_cache_info(vllm_config)
+        self._cache_info = Gauge(
+            "vllm:cache_config_info",
+            "Configuration of state memory, as labels.",
+            ("engine", "model_name", *vllm_config.cache_config.metrics_info()),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
+        self.show_cache(vllm_config.cache_config)
         self._engine = engine
         self._connector = self._connector_metrics(vllm_config)
 
@@ -215,17 +222,6 @@ class EngineMetrics:
             counter.labels(**self._values, position=str(position)) for position in range(num_drafts)
         ]
 
-    def _add_cache_info(self, vllm_config: VllmConfig) -> None:
-        info = vllm_config.cache_config.metrics_info()
-        gauge = Gauge(
-            "vllm:cache_config_info",
-            "Configuration of state memory, as labels.",
-            ("engine", "model_name", *info),
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
-        )
-        gauge.labels(**self._values, **info).set(1)
-
     def _connector_metrics(self, vllm_config: VllmConfig) -> KVConnectorPromMetrics | None:
         transfer = vllm_config.kv_transfer_config
         if transfer is None or not transfer.is_kv_transfer_instance:
@@ -243,6 +239,11 @@ class EngineMetrics:
         return connector_class.build_prom_metrics(vllm_config, types, list(_LABELS), values)
 
     # ---- recording -----------------------------------------------------------------------------
+
+    def show_cache(self, cache: CacheConfig) -> None:
+        """What state memory is like from now on."""
+        self._cache_info.clear()
+        self._cache_info.labels(**self._values, **cache.metrics_info()).set(1)
 
     def record_scheduler(self, stats: SchedulerStats) -> None:
         self.gauges["num_requests_running"].set(stats.num_running)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.engine.placements import MemorySize
 
 logger = init_logger(__name__)
 
@@ -36,6 +38,9 @@ class StatLoggerBase(ABC):
 
     def record_sleep(self, level: int) -> None:  # noqa: B027 - most loggers do not show it
         """The engine sleeps at `level`, 0 when it is awake."""
+
+    def record_memory(self, size: MemorySize) -> None:  # noqa: B027 - most do not show it
+        """State memory has been planned anew."""
 
     def log(self) -> None:  # noqa: B027 - most loggers have nothing to print
         """Print what was gathered since the last call."""
@@ -134,6 +139,7 @@ class PrometheusStatLogger(StatLoggerBase):
         engine_index: int,
         registry: CollectorRegistry,
     ) -> None:
+        self._cache = vllm_config.cache_config
         self._metrics = EngineMetrics(vllm_config, registry, engine_index)
 
     def record(
@@ -145,6 +151,11 @@ class PrometheusStatLogger(StatLoggerBase):
 
     def record_sleep(self, level: int) -> None:
         self._metrics.record_sleep(level)
+
+    def record_memory(self, size: MemorySize) -> None:
+        cache = copy.copy(self._cache)
+        cache.num_gpu_blocks, cache.capacity_tokens = size
+        self._metrics.show_cache(cache)
 
 
 class StatLoggerManager:
@@ -192,6 +203,12 @@ class StatLoggerManager:
         """All replicas sleep at `level`, 0 when they are awake."""
         for stat_logger in self._all():
             stat_logger.record_sleep(level)
+
+    def record_memory(self, sizes: Sequence[MemorySize]) -> None:
+        """Each replica has so much state memory from now on."""
+        for loggers, size in zip(self._loggers.values(), sizes, strict=True):
+            for stat_logger in loggers:
+                stat_logger.record_memory(size)
 
     def log(self) -> None:
         """Print what was gathered since the last call."""

@@ -17,14 +17,15 @@ from vllm.forward_context import ForwardContext
 from vllm.kernels.step import Progress
 from vllm.kernels.step.problem import ROW
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.state_layers import modules_in_use
 from vllm.v1.spec_decode.drafter import DrafterMemory
 from vllm.v1.worker.step_inputs import StepInputs
 
 
 def layer_names(model: nn.Module) -> list[str]:
-    """Of the layers of a draft model that keep state."""
-    layers = (module for module in model.modules() if isinstance(module, AttentionLayerBase))
-    return [layer.layer_name for layer in layers]
+    """Of the layers of a draft model that keep state, of a supernet those in use."""
+    modules = (module for _, module in modules_in_use(model))
+    return [module.layer_name for module in modules if isinstance(module, AttentionLayerBase)]
 
 
 @dataclass(frozen=True)

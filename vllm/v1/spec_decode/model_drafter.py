@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
 from vllm.model_executor.models.draft_logits import DraftLogits
 from vllm.model_executor.models.interfaces import VllmModel
+from vllm.model_executor.state_layers import modules_in_use
 from vllm.v1.spec_decode.draft_loop import DraftRows
 from vllm.v1.spec_decode.drafter import DrafterMemory
 from vllm.v1.spec_decode.layer_drafter import LayerDrafter
@@ -89,8 +90,9 @@ class DraftStates:
     """
 
     def __init__(self, model: nn.Module, progress: Progress) -> None:
+        modules = (module for _, module in modules_in_use(model))
         self._layers = {
-            layer.layer_name: layer for layer in model.modules() if isinstance(layer, KeepsJournal)
+            layer.layer_name: layer for layer in modules if isinstance(layer, KeepsJournal)
         }
         self._progress = progress
         rows, device = len(progress.pending), progress.pending.device

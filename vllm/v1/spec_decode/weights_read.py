@@ -12,6 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.state_layers import modules_in_use
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,17 @@ class WeightsRead:
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of all parameters but those of embeddings and output heads."""
+    """Of all parameters but those of embeddings and output heads, and of mixers that a supernet
+    does not use."""
+    modules = [module for _, module in modules_in_use(model)]
     tables = {
         id(weight)
-        for module in model.modules()
+        for module in modules
         if isinstance(module, VocabParallelEmbedding)
         for weight in module.parameters()
     }
-    return sum(_size(weight) for weight in model.parameters() if id(weight) not in tables)
+    weights = {id(one): one for module in modules for one in module.parameters(recurse=False)}
+    return sum(_size(weight) for key, weight in weights.items() if key not in tables)
 
 
 def _head_bytes(*models: nn.Module) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.v1.core.sched.helpers import Driver, make_request
 from tests.v1.engine.fakes import EOS, expected_tokens, make_vllm_config
+from vllm.cache_options import CacheOptions
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.placed_arena import (
     estimate_placed_max_model_len,
@@ -34,7 +36,7 @@ PLACED = [
 ]
 
 
-def make(num_blocks: int, async_scheduling: bool = False, **options: int) -> Scheduler:
+def make(num_blocks: int, async_scheduling: bool = False, **options: Any) -> Scheduler:
     config = make_vllm_config(
         async_scheduling=async_scheduling, num_blocks=num_blocks, max_model_len=256, **options
     )
@@ -156,6 +158,50 @@ def test_a_placement_takes_the_place_of_another() -> None:
     assert set(driver.finished) == {"runs", "waits", "behind"}
     assert cached and scheduler.retire_placement(2)
     assert scheduler.reset_prefix_cache() and not scheduler.kv_cache_manager.usage
+
+
+def test_only_what_is_retired_is_unpinned() -> None:
+    driver = Driver(make(64))
+    for placement in (0, 1, 2):
+        one = request_of(f"r{placement}", placement, 40, 2)
+        one.cache = CacheOptions(pin_seconds=60.0 + placement)
+        driver.add(one)
+        driver.run()
+    scheduler = driver.scheduler
+    pins, held = scheduler.kv_cache_manager.pins, scheduler.kv_cache_manager.usage
+    pages = pins.pages
+    assert scheduler.retire_placement(1)
+    assert 0 < scheduler.kv_cache_manager.usage < held and 0 < pins.pages < pages
+    for kept in (0, 2):
+        first = scheduler.kv_cache_config.placements[kept].first
+        assert not scheduler.kv_cache_manager.block_pool.forget_groups(first, 1), "still pinned"
+    assert pins.release_next() and pins.release_next() and not pins.release_next()
+    assert scheduler.reset_prefix_cache() and not scheduler.kv_cache_manager.usage
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_who_lost_its_blocks_gives_its_place_up_first(max_num_seqs: int) -> None:
+    """By priority it waits behind a request that waits for its place, and goes on all the same; who
+    has not started does not."""
+    scheduler = make(64, policy="priority", max_num_seqs=max_num_seqs)
+    driver = Driver(scheduler)
+    started = request_of("started", 1, 40, 6)
+    started.priority = 5
+    driver.add(started)
+    driver.step()
+    urgent, behind = request_of("urgent", 0, 4, 2), request_of("behind", 1, 4, 2)
+    urgent.awaits_placement, behind.priority = True, 6
+    driver.add(urgent, behind)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert scheduler.waiting_requests() == [urgent, started, behind]
+    for _ in range(20):
+        driver.step()
+    assert set(driver.finished) == {"started"}
+    assert scheduler.retire_placement(1) and behind.awaits_placement
+    for one, placement in ((urgent, 0), (behind, 1)):
+        one.placement, one.awaits_placement = placement, False
+    driver.run()
+    assert set(driver.finished) == {"started", "urgent", "behind"}
 
 
 def test_what_does_not_fit_names_the_placement() -> None:

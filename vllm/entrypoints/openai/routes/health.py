@@ -42,7 +42,9 @@ async def load(request: Request) -> dict[str, int]:
 @router.get("/decisions")
 async def list_decisions(request: Request) -> list[dict[str, Any]]:
     """Every automatic choice made since the start, and why."""
-    return server_of(request).engine.vllm_config.decisions.as_dicts()
+    engine = server_of(request).engine
+    await engine.learn_decisions()
+    return engine.vllm_config.decisions.as_dicts()
 
 
 @router.get("/metrics")

@@ -52,13 +52,15 @@ class SchedulerAdmission(SchedulerResults):
     def _schedule_waiting(self, step: StepPlan) -> None:
         """Start waiting requests in the order of the queue. Those of another placement are passed
         over: a place is kept for each until its turn. Behind one that found no room, or whose
-        placement has no memory yet, none starts."""
+        placement has no memory yet, none starts; but who was preempted goes on, for it may hold the
+        memory that the latter waits for."""
         alone = self._starting_over
         if alone is not None and alone.is_finished:
             alone = self._starting_over = None
         if alone is not None and alone.status is RequestStatus.RUNNING:
             return
         skipped: list[Request] = []
+        held_up: list[Request] = []
         num_passed_over = 0
         # Workers still keep a row for each request that awaits its stop.
         max_running = self.max_num_seqs - len(self.awaiting_stop)
@@ -73,8 +75,13 @@ class SchedulerAdmission(SchedulerResults):
             if alone is not None and request is not alone:
                 skipped.append(self.waiting.pop())
                 continue
-            if request.awaits_placement:
-                break
+            if request.awaits_placement or held_up:
+                # First come, first served: who was preempted stands before who has not started.
+                if not self.by_priority:
+                    break
+                if request.status is not RequestStatus.PREEMPTED:
+                    held_up.append(self.waiting.pop())
+                    continue
             if request.placement != step.placement:
                 if request is self._without_room:
                     break
@@ -92,6 +99,7 @@ class SchedulerAdmission(SchedulerResults):
             self.waiting.pop()
             if admission is _Admission.SKIPPED:
                 skipped.append(request)
+        self.waiting.put_back(held_up)
         self.waiting.put_back(skipped)
         self.num_deferred = len(skipped) - num_passed_over
 

@@ -116,6 +116,8 @@ class SchedulerState(SchedulerInterface):
     def use_memory(self, kv_cache_config: KVCacheConfig) -> None:
         assert not self.requests
         self._use_memory(kv_cache_config)
+        # Who listens to events knows blocks of the old memory.
+        self.caches.reset_prefix_cache()
         if self.connector is not None:
             self.connector.leave_memory(kv_cache_config)
             self.transfer = KVTransfer(self.connector, kv_cache_config, self.kv_cache_manager)

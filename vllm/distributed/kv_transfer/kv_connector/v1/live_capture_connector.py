@@ -28,7 +28,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.live_saving impo
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.row_copy import RowCopier
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.scheduling import ended_badly
-from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import weights_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
+    placement_identity,
+    weights_identity,
+)
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -93,14 +96,18 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         assert speculative is not None
         self._layers = sorted(speculative.extraction_layer_ids)
         self._model = "" if vllm_config.model_config is None else vllm_config.model_config.model
-        self._weights = self._weights_now()
-        #: scheduler side: whether the weights are those that the dataset is of
+        self._source = self._source_now()
+        #: scheduler side: whether weights and mixers are those that the dataset is of
         self._captures = True
 
-    def _weights_now(self) -> list[Any]:
+    def _source_now(self) -> dict[str, Any]:
+        """What computes the samples, in the words of `LiveDataset`."""
         if self._vllm_config.model_config is None:
-            return []
-        return weights_identity(self._vllm_config)
+            return {"weights": []}
+        source: dict[str, Any] = {"weights": weights_identity(self._vllm_config)}
+        if (placement := placement_identity(self._vllm_config)) is not None:
+            source["placement"] = placement
+        return source
 
     @classmethod
     def check_request(
@@ -116,7 +123,7 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
             "model": self._model,
             "dtype": dtype,
             "layers": self._layers,
-            "weights": self._weights,
+            **self._source,
         }
         if self._storage != "auto":
             settings[STORAGE_DTYPE_KEY] = self._storage
@@ -135,14 +142,23 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
 
     def reset_cache(self) -> bool | None:
         """There may be new weights: what others compute is not captured."""
-        captured, self._captures = self._captures, self._weights_now() == self._weights
+        self._look_at_source()
+        return None
+
+    def leave_memory(self, kv_cache_config: KVCacheConfig) -> None:
+        """There may be other mixers: what they compute is not captured either."""
+        super().leave_memory(kv_cache_config)
+        if self.role is KVConnectorRole.SCHEDULER:
+            self._look_at_source()
+
+    def _look_at_source(self) -> None:
+        captured, self._captures = self._captures, self._source_now() == self._source
         if captured and not self._captures:
             logger.error(
-                "nothing more is captured into %s, whose samples are of other weights; start a "
-                "server with another directory",
+                "nothing is captured into %s, whose samples are of other weights or another "
+                "placement; start a server with another directory",
                 self._storage_path,
             )
-        return None
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -11,7 +11,9 @@ from typing import Any
 import xxhash
 
 from vllm.config import VllmConfig
+from vllm.model_executor.placements import expand
 from vllm.transformers_utils.config import read_config_dict
+from vllm.transformers_utils.configs.apriel2 import Apriel2TextConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.version import __version__
 
@@ -26,7 +28,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     return {
         "model_config": _digest(model.hf_config.to_dict()),
-        "placement": model.placement,
+        "placement": placement_identity(vllm_config),
         "weights": weights_identity(vllm_config),
         "captured_layers": (
             speculative.extraction_layer_ids
@@ -46,6 +48,22 @@ def weights_identity(vllm_config: VllmConfig) -> list[Any]:
     """The target's weights, as its checkpoint has them now."""
     model = vllm_config.model_config
     return _weights(vllm_config, model.model, model.revision)
+
+
+def placement_identity(vllm_config: VllmConfig) -> str | None:
+    """A supernet's mixer of each layer, joined by commas, however they were asked for; `_` where a
+    layer has one only. None where no layer has several."""
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    if not isinstance(config, Apriel2TextConfig):
+        return None
+    choices, layers = config.choices(), range(config.num_hidden_layers)
+    if not choices:
+        return None
+    names = [config.main_mixer_name(layer) for layer in layers]
+    if model.placement is not None:
+        names = expand(model.placement, len(layers))
+    return ",".join(names[layer] if layer in choices else "_" for layer in layers)
 
 
 def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, Any]:

@@ -86,8 +86,9 @@ class LiveDataset:
             os.replace(new, said)
             return
         stored = json.loads(said.read_text())
-        # Captures of earlier versions do not say of which weights they are.
-        if stored != {k: v for k, v in settings.items() if k in stored or k != "weights"}:
+        # Captures of earlier versions do not say of which weights and placement they are.
+        unsaid = {"weights", "placement"} - stored.keys()
+        if stored != {k: v for k, v in settings.items() if k not in unsaid}:
             raise VLLMValidationError(
                 f"{path} holds captures of {stored}, not {settings}; choose another directory"
             )
