@@ -271,7 +271,7 @@ class MPClient:
         """The answers of all replicas as one; see `combined`."""
         answer = combined(method, self._ranks, answers)
         if method == "change_placement" and self.router is not None and not answer.is_busy:
-            self.router.use_capacities([one.capacity_tokens for one in answers])
+            self.router.use_capacities([one.capacity_tokens for one in answer.memory])
         return answer
 
     @property
