@@ -140,8 +140,9 @@ class Executor(ABC):
         """Raise if a worker is gone."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Stop the workers, giving up steps that wait for masks; safe to call twice."""
+    def shutdown(self, reason: str | None = None) -> None:
+        """Stop the workers, giving up steps that wait for masks; safe to call twice. `reason`: what
+        has failed, for those that cannot see it; None: a stop that was asked for."""
 
 
 def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:

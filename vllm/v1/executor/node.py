@@ -19,8 +19,8 @@ from vllm.v1.executor.device_checks import check_devices, device_names
 from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.message_socket import MessageSocket, interface_of
 from vllm.v1.executor.node_agreement import agreement
-from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
-from vllm.v1.executor.station import WorkerDiedError
+from vllm.v1.executor.node_messages import TOLD_TO_STOP, Hello, NodeSetup, Tag
+from vllm.v1.executor.station import WorkerDiedError, failure_of
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
 
 logger = init_logger(__name__)
@@ -117,8 +117,7 @@ class _Node:
             patience_s = STOP_S
         except BaseException as error:
             with contextlib.suppress(OSError, TimeoutError):
-                told = isinstance(error, SystemExit | KeyboardInterrupt)
-                reason = "it was told to stop" if told else str(error) or type(error).__name__
+                reason = failure_of(error) or TOLD_TO_STOP
                 self._connection.send(Tag.LEAVING.of_json(reason=reason), _give_up)
             raise
         finally:

@@ -178,8 +178,8 @@ class RayExecutor(StationedExecutor):
             stations = self._stations = actors.connect(plan)
         self._begin(plan, stations)
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def shutdown(self, reason: str | None = None) -> None:
+        super().shutdown(reason)
         if self._actors is not None:
             actors, self._actors = self._actors, None
             actors.close()
