@@ -303,6 +303,11 @@ class ParallelConfig:
         return self.enable_expert_parallel and self.data_parallel_size > 1
 
     @property
+    def replica(self) -> int | None:
+        """The rank of this replica, where there are several."""
+        return self.data_parallel_rank if self.data_parallel_size > 1 else None
+
+    @property
     def executor_backend(self) -> str:
         """What `--distributed-executor-backend` came to."""
         return self.distributed_executor_backend or ("mp" if self.world_size > 1 else "uni")
