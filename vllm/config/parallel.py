@@ -140,7 +140,7 @@ class ParallelConfig:
         default=29501,
         help="Port at which the first host listens for the others; unused with one host.",
     )
-    distributed_timeout_seconds: int | None = option(
+    distributed_timeout_seconds: PositiveInt | None = option(
         default=None,
         help="Longest wait of one worker for another at the start and in a collective outside of "
         "graphs; torch's own by default (30 minutes on CPUs, 10 on GPUs). Also the longest wait of "
