@@ -202,6 +202,7 @@ def test_too_long_for_the_memory(dense: str, capsys: pytest.CaptureFixture[str])
         (["--memory", "1MB", "-pp", "3"], "the model has 2 layers"),
         (["--memory", "1MB", "-tp", "2", "-ep"], "the model has no experts"),
         (["--memory", "1MB", "--devices", "0"], "at least 1"),
+        (["--memory", "1MB", "--devices", "2", "--nnodes", "2"], "leave out --nnodes"),
         (["--memory", "1MB", "--reserved-memory", "1kB"], "--reserved-memory is a part of"),
         (["--device-memory", "1GB", "--reserved-memory=-1"], "--reserved-memory -1: at least 0"),
         (["--memory", "1MB", "--decode-batch", "0"], "--decode-batch 0: at least 1"),

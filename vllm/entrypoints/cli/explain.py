@@ -138,6 +138,13 @@ def _check_amounts(args: argparse.Namespace) -> None:
             "--reserved-memory is a part of --device-memory: give both, or leave it out",
             "reserved_memory",
         )
+    if args.devices is not None and args.nnodes > 1:
+        raise VLLMValidationError(
+            "--devices compares layouts of one host: leave out --nnodes, or give the sizes of one "
+            "layout (-tp, -pp) instead of --devices",
+            "nnodes",
+            args.nnodes,
+        )
     for name, least in (("reserved_memory", 0), ("decode_batch", 1)):
         value = getattr(args, name)
         if value < least:
