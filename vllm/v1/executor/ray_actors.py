@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.executor.device_checks import check_equal_devices
 from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.ray_address import await_cluster
 from vllm.v1.executor.ray_worker import RayWorker, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.stationed import StationedExecutor
@@ -39,7 +40,8 @@ _HELLO_S = 5.0
 class RayActors:
     """One actor per rank, in a placement group. `address`: this host's, at which they answer.
 
-    Raises `TimeoutError` when Ray has no room for them in `--distributed-timeout-seconds`.
+    Raises what `await_cluster` raises, and `TimeoutError` when Ray has no room for them in
+    `--distributed-timeout-seconds`.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -53,6 +55,7 @@ class RayActors:
         self._starts_ray = not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._starts_ray:
+            await_cluster(os.environ.get("RAY_ADDRESS", ""), self._timeout_s)
             ray.init()
         self.address: str = ray.util.get_node_ip_address()
 
