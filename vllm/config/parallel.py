@@ -277,6 +277,14 @@ class ParallelConfig:
                 "ray",
             )
 
+    def check_experts(self, has_some: bool) -> None:
+        """`VLLMValidationError` where experts are to be spread and the model has none."""
+        if self.enable_expert_parallel and not has_some:
+            raise VLLMValidationError(
+                "--enable-expert-parallel: the model has no experts; leave it out",
+                "enable_expert_parallel",
+            )
+
     @property
     def local_ranks(self) -> range:
         """The replicas of this server."""

@@ -78,6 +78,7 @@ class EngineCore:
                 self.joint = meet_replicas(
                     vllm_config, self.executor.step_timeout_s, self.executor.check_health
                 )
+            self.executor.check_experts()
             memory = CoreMemory(vllm_config, self.executor)
             kv_cache_config = memory.allocate(self.joint)
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
