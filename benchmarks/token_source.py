@@ -209,7 +209,7 @@ class TokenExecutor(Executor):
     def check_health(self) -> None:
         """Always healthy."""
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str | None = None) -> None:
         self._pool.shutdown()
 
 

@@ -79,6 +79,22 @@ def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 1 and "VLLM_NO_SUCH_THING" in seen[0]
 
 
+def test_what_has_no_effect_says_what_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts of other releases start replicas with these; one that does nothing is no trouble.
+    Kubernetes tells of a service in a variable that looks like one of ours."""
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("VLLM_DP_SIZE", "2")
+    monkeypatch.setenv("VLLM_DP_RANK", "0")
+    seen: list[str] = []
+    monkeypatch.setattr(
+        logging.getLogger("vllm.envs"), "warning", lambda text, *args: seen.append(text % args)
+    )
+    envs.warn_unknown_variables()
+    (said,) = [line for line in seen if "_DP_" in line]
+    assert said.startswith("VLLM_DP_SIZE=2 has no effect") and "--data-parallel-rank" in said
+    assert any(line.startswith("VLLM_PORT=tcp://10.0.0.1:8000 has no effect") for line in seen)
+
+
 def test_cache_root_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")

@@ -73,7 +73,7 @@ class CacheReport(msgspec.Struct, frozen=True):
     `limited_by`: the group that ended the hit, None if no group had more. `lost_tokens`: tokens
     after the hit that some group still had, or that were evicted, and `reason` why they had to be
     computed again; 0 and None when everything known was used. `data_parallel_rank`: the replica
-    that computed it, where the server has several; else it is left out of the JSON.
+    that computed it, where there are several; else it is left out of the JSON.
     """
 
     prompt_tokens: int

@@ -62,9 +62,16 @@ def unknown_variables() -> list[str]:
 
 
 def warn_unknown_variables() -> None:
-    """Log one warning that lists unknown `VLLM_*` variables; they are often typing errors."""
+    """Log one warning that lists unknown `VLLM_*` variables, which are often typing errors, and one
+    for each that has no effect."""
     from vllm.logger import init_logger
 
+    for name, variable in TABLE.items():
+        # Not parsed: Kubernetes sets VLLM_PORT=tcp://... where a service is called vllm.
+        value = os.environ.get(name, "")
+        if variable.instead and value not in ("", str(variable.default)):
+            text = "%s=%s has no effect; use %s"
+            init_logger(__name__).warning(text, name, value, variable.instead)
     unknown = unknown_variables()
     if unknown:
         init_logger(__name__).warning("unknown environment variables: %s", ", ".join(unknown))

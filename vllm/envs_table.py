@@ -9,12 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Variable:
-    """`default` is a value, or a function evaluated at each look-up."""
+    """`default` is a value, or a function evaluated at each look-up. `instead`: of one that has no
+    effect, though it might be expected to have some, what has."""
 
     name: str
     parse: Callable[[str], Any]
     default: Any
     help: str
+    instead: str = ""
 
 
 def _bool(text: str) -> bool:
@@ -65,6 +67,7 @@ def _rpc_base() -> str:
     return tempfile.gettempdir()
 
 
+_REPLICAS = "--data-parallel-size and --data-parallel-rank, and a part of CUDA_VISIBLE_DEVICES"
 _VARIABLES = (
     # logging and telemetry
     Variable("VLLM_CONFIGURE_LOGGING", _bool, True, "0 leaves logging to the application"),
@@ -99,8 +102,8 @@ _VARIABLES = (
         "comma list of layers per pipeline stage; unset: by predicted cost",
     ),
     Variable("VLLM_PLUGINS", _names, None, "comma list of plugins to load; unset: all"),
-    Variable("VLLM_HOST_IP", _optional, None, "address of this host for distributed runs"),
-    Variable("VLLM_PORT", int, None, "first port for internal communication"),
+    Variable("VLLM_HOST_IP", _optional, None, "unused", "--master-addr"),
+    Variable("VLLM_PORT", int, None, "unused", "--master-port"),
     # server
     Variable("VLLM_API_KEY", _optional, None, "key that HTTP requests must present"),
     Variable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "seconds an idle connection is kept"),
@@ -140,11 +143,11 @@ _VARIABLES = (
     Variable("VLLM_NIXL_SIDE_CHANNEL_PORT", int, 5600, "NIXL handshake port"),
     Variable("VLLM_USE_MODELSCOPE", _bool, False, "accepted; checkpoints come from the HF hub"),
     # data parallelism
-    Variable("VLLM_DP_RANK", int, 0, "data-parallel rank"),
-    Variable("VLLM_DP_RANK_LOCAL", int, -1, "data-parallel rank on this host"),
-    Variable("VLLM_DP_SIZE", int, 1, "data-parallel size"),
-    Variable("VLLM_DP_MASTER_IP", str, "127.0.0.1", "data-parallel master address"),
-    Variable("VLLM_DP_MASTER_PORT", int, 0, "data-parallel master port"),
+    Variable("VLLM_DP_RANK", int, 0, "unused", _REPLICAS),
+    Variable("VLLM_DP_RANK_LOCAL", int, -1, "unused", _REPLICAS),
+    Variable("VLLM_DP_SIZE", int, 1, "unused", _REPLICAS),
+    Variable("VLLM_DP_MASTER_IP", str, "127.0.0.1", "accepted; replicas need not meet"),
+    Variable("VLLM_DP_MASTER_PORT", int, 0, "accepted; replicas need not meet"),
     # set by scripts written for other releases; nothing depends on them
     Variable("VLLM_USE_V1", _bool, True, "accepted; there is one engine"),
     Variable("VLLM_ATTENTION_BACKEND", _optional, None, "accepted; see --attention-backend"),

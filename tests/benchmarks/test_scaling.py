@@ -133,6 +133,12 @@ def test_engines_are_stopped_after_an_error(
         (["--layouts", "tp3"], "layout tp3: "),
         (["--layouts", "pp9"], "layout pp9: --pipeline-parallel-size 9: the model has 4 layers"),
         (["--layouts", "tp1", "-tp", "2"], "are given with --layouts"),
+        (["--layouts", "dp2", "--data-parallel-rank", "0"], "leave out --data-parallel-rank"),
+        (["--layouts", "dp2", "-dpr", "0", "-dpl", "1"], "leave out --data-parallel-size-local"),
+        (["--layouts", "tp2", "--nnodes", "2"], "layouts of one host are measured"),
+        (["--layouts", "tp2", "--enable-eplb"], "--enable-eplb moves experts"),
+        (["--output-json", "/nowhere/x.json"], "--output-json /nowhere/x.json: no folder /nowhere"),
+        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: no folder /nowhere"),
         (["--model", "x"], "as MODEL"),
         (["--decode-device", "1e12,1e15"], "--decode-link"),
         (["--layouts", "tp1", "--input-len", "300"], "exceed --max-model-len 256"),
@@ -144,6 +150,13 @@ def test_mistakes_are_found_before_a_run(
     assert main(["bench", "scaling", str(tiny_model("llama")), *SMALL, *flags]) == 1
     assert message in capsys.readouterr().err
     assert log == []
+
+
+def test_flags_that_the_layout_allows(log: list[Any]) -> None:
+    """The configuration is that of the first layout: a single device has no experts to move."""
+    flags = ["--layouts", "tp2ep,tp4ep", "--enable-eplb", *SMALL]
+    assert main(["bench", "scaling", str(tiny_model("qwen3_5_moe")), *flags]) == 0
+    assert log[0] == ("start", (2, 1, 1))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks on the CPU")

@@ -27,6 +27,13 @@ def test_hosts_share_the_workers() -> None:
     assert ParallelConfig(tensor_parallel_size=2, nnodes=2, **one_replica).local_world_size == 1
 
 
+@pytest.mark.parametrize("seconds", [0, -3])
+def test_waiting_takes_time(seconds: int) -> None:
+    """0 is not "no limit", nor the default."""
+    with pytest.raises(VLLMValidationError, match="--distributed-timeout-seconds.*greater than 0"):
+        ParallelConfig(distributed_timeout_seconds=seconds)
+
+
 def test_ray_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(VLLMValidationError, match=r"pip install vllm\[ray\]; or use mp"):

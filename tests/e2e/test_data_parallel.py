@@ -124,6 +124,7 @@ def test_a_server_per_replica(asked: list[list[int]], expected: list[list[int]])
             for rank in (0, 1)
         ]
         for rank, server in enumerate(servers):
+            assert len(server.children()) == 1, "the core; nothing is forked later"
             found = [completed(server, prompt) for prompt in asked[rank::2]]
             assert found == expected[rank::2]
             metrics = server.http.get("/metrics").text

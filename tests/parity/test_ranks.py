@@ -141,8 +141,9 @@ def test_ranks_with_whole_experts(family: str, make_engine: MakeEngine) -> None:
 
 
 def test_a_model_without_experts_has_none_to_spread(make_engine: MakeEngine) -> None:
-    with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
-        make_engine("llama", tensor_parallel_size=2, enable_expert_parallel=True)
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
+            make_engine("llama", **sizes, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])

@@ -99,6 +99,15 @@ def test_greedy_text_equals_transformers(
     assert preempted() == 3
 
 
+def test_a_stage_may_have_no_experts(make_engine: MakeEngine) -> None:
+    """Of a hybrid with mixtures in some layers, of which ranks have whole experts."""
+    sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    llm = make_engine("nemotron_h_moe", **sizes, enable_expert_parallel=True)
+    assert llm.collective_rpc("has_experts") == [True, True, False, False]
+    (output,) = generate(llm, prompts((17,)), 6)
+    assert_equals_reference(output, tiny_model("nemotron_h_moe"), 6)
+
+
 def results(llm: LLM, batch: list[list[int]], **fields: Any) -> list[Any]:
     """Tokens and all logprobs, to the last bit. One prompt at a time: a matmul's rounding depends
     on what else is in the step, and stages share requests out."""

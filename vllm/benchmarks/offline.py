@@ -60,6 +60,13 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int | None) -> list[
     return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
+def check_file(parameter: str, path: str | None) -> None:
+    """Raise `VLLMValidationError`, before a long run, for a result file whose folder is missing."""
+    if path is not None and not Path(path).parent.is_dir():
+        flag = f"--{parameter.replace('_', '-')}"
+        raise VLLMValidationError(f"{flag} {path}: no folder {Path(path).parent}", parameter, path)
+
+
 def save_json(path: str | None, result: dict[str, Any]) -> None:
     """Write `--output-json`, if it was given."""
     if path is not None:

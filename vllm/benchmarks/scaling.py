@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,14 @@ from tqdm import tqdm
 
 from vllm.benchmarks.offline import (
     add_engine_args,
+    check_file,
     check_length,
     make_llm,
     random_prompts,
     save_json,
 )
 from vllm.benchmarks.plot import require_matplotlib
+from vllm.benchmarks.scaling_plot import plot
 from vllm.entrypoints.cli.explain_layout_text import rates_line
 from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
@@ -29,8 +30,6 @@ from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from vllm import LLM
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -47,12 +46,12 @@ _SIZES = (
     "data_parallel_size",
     "enable_expert_parallel",
 )
+#: for some of the replicas, whose speed is not that of all
+_PARTS = ("data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank")
 _COLUMNS = (
     "layout", "devices", "batch tok/s", "ratio", "predicted", "1 request tok/s", "ratio",
     "predicted", "prefill tok/s", "ratio", "predicted",
 )  # fmt: skip
-#: measured and predicted, times the first layout's; nothing is predicted for unknown devices
-Ratios = Sequence[tuple[float, float | None]]
 
 
 @config
@@ -141,13 +140,16 @@ def main(namespace: argparse.Namespace) -> int:
         raise VLLMValidationError("give the model as MODEL, not as --model", "model")
     if any(vars(namespace)[name] not in (1, False) for name in _SIZES):
         raise VLLMValidationError("sizes of layouts are given with --layouts", "layouts")
+    _check_places(namespace)
+    for name in ("output_json", "plot"):
+        check_file(name, getattr(args, name))
     if args.plot is not None:
         require_matplotlib()
     namespace.model = namespace.model_tag
     try:
         layouts = [Layout.parse(text.strip()) for text in args.layouts.split(",")]
         rates = _rates(args)
-        vllm_config = _config(args, namespace)
+        vllm_config = _config(args, namespace, layouts[0])
         reports = [_report(args, vllm_config, layout, rates) for layout in layouts]
     except ValueError as error:
         raise VLLMValidationError(str(error), "layouts") from error
@@ -179,6 +181,22 @@ def main(namespace: argparse.Namespace) -> int:
     return 0
 
 
+def _check_places(namespace: argparse.Namespace) -> None:
+    """`VLLMValidationError` for flags by which this host has a part of a layout."""
+    for name in _PARTS:
+        if getattr(namespace, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise VLLMValidationError(
+                f"{flag}: layouts are measured with all their replicas; leave out {flag}", name
+            )
+    if namespace.nnodes > 1:
+        raise VLLMValidationError(
+            f"--nnodes {namespace.nnodes}: layouts of one host are measured; leave it out, and "
+            "measure a server on several with `vllm bench serve`",
+            "nnodes",
+        )
+
+
 # ---- prediction ----------------------------------------------------------------------------------
 
 
@@ -197,13 +215,16 @@ def _rates(args: ScalingArgs) -> Rates | None:
     return None if device is None else Rates(device, link)
 
 
-def _config(args: ScalingArgs, namespace: argparse.Namespace) -> VllmConfig:
-    """An engine's, without a layout."""
+def _config(args: ScalingArgs, namespace: argparse.Namespace, layout: Layout) -> VllmConfig:
+    """An engine's of this layout."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.engine.batch_defaults import UsageContext
 
-    engine = EngineArgs.from_cli_args(namespace)
-    vllm_config = engine.create_engine_config(UsageContext.LLM_CLASS)
+    engine = EngineArgs.from_cli_args(_with_layout(namespace, layout))
+    try:
+        vllm_config = engine.create_engine_config(UsageContext.LLM_CLASS)
+    except VLLMValidationError as error:
+        raise ValueError(f"layout {layout.name}: {error}") from error
     check_length(vllm_config, args.input_len, args.output_len)
     return vllm_config
 
@@ -348,34 +369,3 @@ def _row(run: Run) -> list[str]:
         cells += [f"{speed.tokens_per_s:,.1f}", f"{speed.ratio:.2f}x"]
         cells.append("" if guess is None else f"{guess:.2f}x")
     return cells
-
-
-def plot(path: str, title: str, layouts: Sequence[str], panels: Mapping[str, Ratios]) -> None:
-    """A panel of bars for each entry of `panels`, which has a pair per layout."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2.5 + 1.6 * len(layouts), 4), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (name, ratios) in zip(axes, panels.items(), strict=True):
-        _bars(axis, layouts, ratios)
-        axis.set(title=name, ylabel=f"times {layouts[0]}'s")
-    figure.savefig(path, dpi=120)
-
-
-def _bars(axis: Axes, layouts: Sequence[str], ratios: Ratios) -> None:
-    series = {"measured": [measured for measured, _ in ratios]}
-    predicted = [guess for _, guess in ratios if guess is not None]
-    if predicted:
-        series["predicted"] = predicted
-    width = 0.8 / len(series)
-    for i, (label, values) in enumerate(series.items()):
-        places = [place + i * width for place in range(len(layouts))]
-        bars = axis.bar(places, values, width, label=label)
-        axis.bar_label(bars, [f"{value:.2f}" for value in values], fontsize="small")
-    middle = (len(series) - 1) * width / 2
-    axis.set_xticks([place + middle for place in range(len(layouts))], layouts)
-    axis.margins(y=0.15)
-    axis.axhline(1.0, color="black", linewidth=0.8)
-    axis.grid(alpha=0.3, axis="y")
-    axis.legend(fontsize="small", loc="lower left")

@@ -140,7 +140,7 @@ class ParallelConfig:
         default=29501,
         help="Port at which the first host listens for the others; unused with one host.",
     )
-    distributed_timeout_seconds: int | None = option(
+    distributed_timeout_seconds: PositiveInt | None = option(
         default=None,
         help="Longest wait of one worker for another at the start and in a collective outside of "
         "graphs; torch's own by default (30 minutes on CPUs, 10 on GPUs). Also the longest wait of "
@@ -277,6 +277,14 @@ class ParallelConfig:
                 "ray",
             )
 
+    def check_experts(self, has_some: bool) -> None:
+        """`VLLMValidationError` where experts are to be spread and the model has none."""
+        if self.enable_expert_parallel and not has_some:
+            raise VLLMValidationError(
+                "--enable-expert-parallel: the model has no experts; leave it out",
+                "enable_expert_parallel",
+            )
+
     @property
     def local_ranks(self) -> range:
         """The replicas of this server."""
@@ -301,6 +309,11 @@ class ParallelConfig:
     def replicas_share_experts(self) -> bool:
         """Whether each replica has a part of the experts, and all take their steps together."""
         return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def replica(self) -> int | None:
+        """The rank of this replica, where there are several."""
+        return self.data_parallel_rank if self.data_parallel_size > 1 else None
 
     @property
     def executor_backend(self) -> str:

@@ -5,6 +5,7 @@ torch's own `tcp://` listens at every address of the host, at a port that is fre
 """
 
 import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 _SCHEME = "store://"
 #: torch's own for process groups on CPUs
 _TIMEOUT_S = 1800
+_RETRY_S = 0.25
 
 
 def listen(host: str, port: int, parameter: str = "master_addr") -> socket.socket:
@@ -48,6 +50,22 @@ def listen(host: str, port: int, parameter: str = "master_addr") -> socket.socke
         ) from None
     listener.listen()
     return listener
+
+
+def connect(host: str, port: int, timeout_s: float, whom: str) -> socket.socket:
+    """Tries until somebody listens there. `TimeoutError`, which says `whom` and why, if nobody does
+    in that time."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout_s)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{whom} does not answer in {timeout_s:g} s "
+                    f"(--distributed-timeout-seconds): {error.strerror or error}"
+                ) from None
+            time.sleep(_RETRY_S)
 
 
 class MeetingPlace:

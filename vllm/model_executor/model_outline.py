@@ -147,6 +147,6 @@ def models_on_meta(
         drafter = create_drafter(config, Progress.create(1, config.tokens_to_verify, meta))
         if drafter is not None:
             drafters += attach_drafter(drafter, model)
-        check_expert_parallel(model, drafters, config.parallel_config)
+        check_expert_parallel(model, drafters, config.parallel_config, num_stages > 1)
         ResidualTap(model, [capture, drafter])
     return config, [model, *drafters]

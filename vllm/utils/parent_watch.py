@@ -25,8 +25,13 @@ class ParentWatch(threading.Thread):
         self._parent_pid = parent_pid
         self._grace_s = grace_s
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the parent is."""
+        return os.getppid() != self._parent_pid
+
     def run(self) -> None:
-        while os.getppid() == self._parent_pid:
+        while not self.is_gone:
             time.sleep(_POLL_S)
         logger.error("the parent process is gone; stopping")
         os.kill(os.getpid(), signal.SIGTERM)
@@ -34,8 +39,10 @@ class ParentWatch(threading.Thread):
         os._exit(1)
 
 
-def watch_parent(grace_s: float) -> None:
+def watch_parent(grace_s: float) -> ParentWatch:
     """Start it in a process that `multiprocessing` has started."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
-    ParentWatch(parent.pid, grace_s).start()
+    watch = ParentWatch(parent.pid, grace_s)
+    watch.start()
+    return watch

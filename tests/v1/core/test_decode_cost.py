@@ -103,7 +103,7 @@ def test_devices() -> None:
     assert device_speed("H100") is DEVICES["H100"]
     assert device_speed("1e12,2e14,3") == DeviceSpeed("given device", 1e12, 2e14, 3e-6)
     assert device_speed("1e12,2e14").launch_s == DEVICES["H200"].launch_s
-    for text in ("H1000", "1e12", "1e12,-1", "1,2,3,4"):
+    for text in ("H1000", "1e12", "1e12,-1", "1,2,3,4", "nan,1", "1,inf", "1,1,nan"):
         with pytest.raises(ValueError, match="expected one of A100, H100"):
             device_speed(text)
 

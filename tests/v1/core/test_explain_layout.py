@@ -150,12 +150,20 @@ def test_memory_of_a_device_is_shared_by_rank() -> None:
         ("llama", "tp3", "cannot be divided among 3 tensor-parallel ranks"),
         ("llama", "pp5", "the model has 4 layers"),
         ("llama", "tp2ep", "the model has no experts"),
+        ("llama", "pp2ep", "the model has no experts"),
         ("mixtral", "pp2dp2ep", "stages of several replicas do not share experts"),
     ],
 )
 def test_what_an_engine_refuses_is_refused(model: str, layout: str, message: str) -> None:
     report = reported(model, layout)
     assert message in report.refused and not report.is_possible and not report.stages
+
+
+def test_a_stage_may_have_no_experts() -> None:
+    """Of a hybrid with mixtures in some layers."""
+    report = reported("nemotron_h_moe", "tp2pp2ep")
+    assert not report.refused
+    assert [stage.traffic.experts > 0 for stage in report.stages] == [True, False]
 
 
 def test_what_does_not_fit_says_what_would() -> None:

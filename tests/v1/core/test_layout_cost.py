@@ -181,7 +181,7 @@ def test_links() -> None:
     given = link_speed("1e11,5")
     assert (given.bytes_per_s, given.base_s, given.hop_s) == (1e11, pytest.approx(5e-6), 0)
     assert "NCCL" in link_speed("1e11").source and "as given" in given.source
-    for text in ("NVLink9", "", "0", "1e9,-1", "1,2,3"):
+    for text in ("NVLink9", "", "0", "1e9,-1", "1,2,3", "nan,5", "1e9,nan", "inf"):
         with pytest.raises(ValueError, match="expected one of NVLink3"):
             link_speed(text)
     with pytest.raises(ValueError, match="--decode-link"):

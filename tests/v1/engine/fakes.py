@@ -395,7 +395,7 @@ class FakeExecutor(Executor):
     def check_health(self) -> None:
         return None
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str | None = None) -> None:
         self.is_shut_down = True
         self.masks.close()
         self._pool.shutdown()

@@ -122,11 +122,12 @@ def test_unknown_utility():
 
 
 def test_failed_set_up_stops_the_executor(monkeypatch):
-    stopped = []
-    monkeypatch.setattr(FakeExecutor, "shutdown", lambda self: stopped.append(self))
+    """With the reason, which hosts that have loaded the model could not know."""
+    reasons = []
+    monkeypatch.setattr(FakeExecutor, "shutdown", lambda self, reason: reasons.append(reason))
     with pytest.raises(ValueError, match="max_model_len"):
         make_core(num_blocks=4)
-    assert len(stopped) == 1
+    assert len(reasons) == 1 and "max_model_len" in reasons[0]
 
 
 def test_slow_step_times_out(monkeypatch):

@@ -6,12 +6,13 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 from vllm.v1.engine.core_messages import CoreAddresses
-from vllm.v1.engine.core_proc import EngineCoreProc
+from vllm.v1.engine.core_proc import EngineCoreProc, _run
 
 
 class IdleCore:
@@ -23,6 +24,8 @@ class IdleCore:
     def __init__(self):
         self.failure_callbacks = []
         self.executor = SimpleNamespace(register_failure_callback=self.failure_callbacks.append)
+        self.vllm_config = SimpleNamespace(decisions=SimpleNamespace(current=nullcontext))
+        self.ends = []
 
     def has_work(self):
         return False
@@ -32,6 +35,9 @@ class IdleCore:
 
     def abort_requests(self, request_ids):
         pass
+
+    def shutdown(self, reason=None):
+        self.ends.append(reason)
 
 
 def test_a_signal_that_does_not_interrupt_the_wait_still_ends_the_loop(tmp_path):
@@ -71,3 +77,24 @@ def test_workers_that_end_while_the_core_is_idle_end_it(tmp_path):
             proc.run()
     finally:
         rescue.cancel()
+
+
+@pytest.mark.parametrize("is_orphan", [False, True])
+def test_an_end_without_a_parent_is_no_stop(tmp_path, is_orphan):
+    """Hosts that were told of a stop would say that all is well, and not be started again."""
+    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
+    core = IdleCore()
+    proc = EngineCoreProc(core, addresses)
+    proc.request_shutdown()
+    _run(core, proc, SimpleNamespace(is_gone=is_orphan))
+    assert core.ends == ["the process of the API is gone" if is_orphan else None]
+
+
+def test_an_error_of_the_core_is_no_stop(tmp_path):
+    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
+    core = IdleCore()
+    proc = EngineCoreProc(core, addresses)
+    core.failure_callbacks[0](KeyError("block"))
+    with pytest.raises(SystemExit):
+        _run(core, proc, SimpleNamespace(is_gone=False))
+    assert core.ends == ["KeyError: 'block'"]

@@ -315,9 +315,12 @@ def test_one_replica_of_several() -> None:
     config.parallel_config = ParallelConfig(data_parallel_size=4, asked_data_parallel_rank=2)
     engine = LLMEngine(config, ReplicaExecutor, log_stats=True, multiprocess=False)
     try:
-        engine.add_request("a", [30, 31], SamplingParams(max_tokens=4), data_parallel_rank=2)
+        prompt = {"prompt_token_ids": [30, 31], "return_cache_report": True}
+        engine.add_request("a", prompt, SamplingParams(max_tokens=4), data_parallel_rank=2)
+        reports = []
         while engine.has_unfinished_requests():
-            engine.step()
+            reports += [output.cache_report for output in engine.step()]
+        assert reports[-1] is not None and reports[-1].data_parallel_rank == 2
         assert [rank for rank, _ in engine.collective_rpc("whoami")] == [2]
         tokens = [
             (metric.labels["engine"], metric.value)

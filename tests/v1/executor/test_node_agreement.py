@@ -11,8 +11,9 @@ import pytest
 
 from tests.tiny_models import tiny_model
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor import node_agreement
-from vllm.v1.executor.node_agreement import agreement, differences
+from vllm.v1.executor.node_agreement import agreement, check_versions, differences, versions
 from vllm.v1.executor.node_messages import Hello
 
 TWO = {"tensor_parallel_size": 2, "nnodes": 2}
@@ -72,6 +73,14 @@ def test_versions_and_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text is not None
     assert f"vllm is 0.1 on node 1 and {here['vllm']} on node 0" in text
     assert "VLLM_PP_LAYER_PARTITION is [1, 3] on node 1 and null on node 0" in text
+
+
+def test_versions_of_actors_are_compared() -> None:
+    """Ray compares its own and Python's."""
+    check_versions(versions(), "the Ray actor of rank 1")
+    for theirs, words in (({**versions(), "torch": "1.0"}, "torch is 1.0 there"), ({}, "is older")):
+        with pytest.raises(VLLMValidationError, match=f"the Ray actor of rank 1: .*{words}"):
+            check_versions(theirs, "the Ray actor of rank 1")
 
 
 def test_many_differences_are_counted() -> None:

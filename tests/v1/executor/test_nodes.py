@@ -186,6 +186,26 @@ def test_a_stop_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
     assert node.result() is None
 
 
+def test_a_failure_of_the_engine_is_no_stop(hosts: Hosts) -> None:
+    """Nothing that workers or connections could show."""
+    executor, node = hosts.both()
+    executor.shutdown("the scheduler cannot")
+    error = node.result()
+    assert isinstance(error, NodeEndedError) and "ended the engine: the scheduler" in str(error)
+
+
+def test_a_start_that_is_stopped_says_so(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(node_link, "check_equal_devices", stop)
+    node = hosts.node()
+    with pytest.raises(SystemExit):
+        hosts.executor()
+    error = node.result()
+    assert isinstance(error, NodeRefusedError) and "not start: it was told to stop" in str(error)
+
+
 def test_a_host_that_dies_ends_all(hosts: Hosts) -> None:
     executor, node = hosts.both()
     failures: list[Exception] = []

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from vllm.distributed.rendezvous import listen
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.ray_address import await_cluster
 from vllm.v1.executor.ray_worker import RayWorker, _Answers, _Messages, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.station import WorkerDiedError
@@ -35,6 +37,18 @@ def test_an_actor_takes_the_environment_over(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_PORT", "1")
     RayWorker({"VLLM_PORT": "2"})
     assert os.environ["VLLM_PORT"] == "2"
+
+
+def test_a_cluster_that_is_not_there_is_named() -> None:
+    """Ray itself would look for it without end."""
+    for address in ("", "auto", "local"):
+        await_cluster(address, 0.0)
+    with pytest.raises(TimeoutError, match="RAY_ADDRESS=127.0.0.1:1 does not answer in 0.1 s"):
+        await_cluster("127.0.0.1:1", 0.1)
+    with pytest.raises(VLLMValidationError, match="Ray Client.*HOST:PORT"):
+        await_cluster("ray://127.0.0.1:10001", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        await_cluster(f"127.0.0.1:{head.getsockname()[1]}", 10.0)
 
 
 def test_messages_and_answers_cross_one_connection() -> None:

@@ -121,6 +121,7 @@ class ExplainCommand(CLISubcommand):
             raise VLLMValidationError(
                 "--memory is the arena's, --device-memory the device's: give one of them", "memory"
             )
+        _check_amounts(args)
         args.model = args.model_tag
         config = EngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         try:
@@ -129,6 +130,26 @@ class ExplainCommand(CLISubcommand):
             raise VLLMValidationError(str(error)) from error
         print(text)
         return 0
+
+
+def _check_amounts(args: argparse.Namespace) -> None:
+    if args.reserved_memory and args.device_memory is None:
+        raise VLLMValidationError(
+            "--reserved-memory is a part of --device-memory: give both, or leave it out",
+            "reserved_memory",
+        )
+    if args.devices is not None and args.nnodes > 1:
+        raise VLLMValidationError(
+            "--devices compares layouts of one host: leave out --nnodes, or give the sizes of one "
+            "layout (-tp, -pp) instead of --devices",
+            "nnodes",
+            args.nnodes,
+        )
+    for name, least in (("reserved_memory", 0), ("decode_batch", 1)):
+        value = getattr(args, name)
+        if value < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise VLLMValidationError(f"{flag} {value}: at least {least}", name, value)
 
 
 def _report(args: argparse.Namespace, config: "VllmConfig") -> str:

@@ -69,7 +69,7 @@ def _forking(
         from vllm.entrypoints.api_processes.process import APPLICATION
 
         return fork_server(APPLICATION, spare_process.connections())
-    if engine_args.data_parallel_size > 1:
+    if engine_args.data_parallel_size > 1 and engine_args.data_parallel_rank is None:
         return fork_server((), spare_process.connections())
     return contextlib.nullcontext()
 

@@ -179,15 +179,11 @@ def _spreads_experts(config: VllmConfig, ranks: int) -> bool:
 
 
 def check_expert_parallel(
-    model: nn.Module, beside: Sequence[nn.Module], config: ParallelConfig
+    model: nn.Module, beside: Sequence[nn.Module], config: ParallelConfig, is_stage: bool
 ) -> None:
-    """Raises VLLMValidationError where experts are to be spread and there are none, or a drafter
-    `beside` the model has some that replicas would share."""
-    if config.enable_expert_parallel and not has_mixtures(model):
-        raise VLLMValidationError(
-            "--enable-expert-parallel: the model has no experts; leave it out",
-            "enable_expert_parallel",
-        )
+    """Raises VLLMValidationError where experts are to be spread and there are none, which is no
+    fault of a pipeline stage, or a drafter `beside` has some that replicas would share."""
+    config.check_experts(is_stage or has_mixtures(model))
     if config.replicas_share_experts and any(map(has_mixtures, beside)):
         raise VLLMValidationError(
             "--enable-expert-parallel with --data-parallel-size: the drafter has experts, too, and "

@@ -10,6 +10,7 @@ communication between ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -184,7 +185,7 @@ def device_speed(text: str) -> DeviceSpeed:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
         rates = []
-    if len(rates) not in (2, 3) or min(rates) <= 0:
+    if len(rates) not in (2, 3) or not all(math.isfinite(rate) and rate > 0 for rate in rates):
         known = ", ".join(DEVICES)
         raise ValueError(
             f"device {text!r}: expected one of {known}, or its bytes and FLOPs per second "

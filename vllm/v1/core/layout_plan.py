@@ -83,6 +83,8 @@ def plan_layout(vllm_config: VllmConfig, layout: Layout, budget: Budget) -> Layo
     cache = {"num_gpu_blocks": None, "num_gpu_blocks_override": pages}
     config = with_changes(vllm_config, cache=cache, parallel=layout.flags)
     with config.decisions.current():
+        if layout.ep and layout.pp > 1:
+            models_on_meta(config)  # refuses one without experts, which a stage may be
         stages = [_stage(config, layout, stage) for stage in range(layout.pp)]
         memories = [memory_of(config, budget, stage.outline, 0) for stage in stages]
         available = [_ENOUGH_BYTES if pages else memory.arena_bytes for memory in memories]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +99,8 @@ def link_speed(text: str) -> LinkSpeed:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
         rates = []
-    if len(rates) not in (1, 2) or rates[0] <= 0 or rates[-1] < 0:
+    are_finite = all(map(math.isfinite, rates))
+    if len(rates) not in (1, 2) or not are_finite or rates[0] <= 0 or rates[-1] < 0:
         known = ", ".join(LINKS)
         raise ValueError(
             f"link {text!r}: expected one of {known}, or its bytes per second in each direction "

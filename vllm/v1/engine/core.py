@@ -39,6 +39,7 @@ from vllm.v1.engine.replicas import decided
 from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.station import failure_of
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -78,12 +79,13 @@ class EngineCore:
                 self.joint = meet_replicas(
                     vllm_config, self.executor.step_timeout_s, self.executor.check_health
                 )
+            self.executor.check_experts()
             memory = CoreMemory(vllm_config, self.executor)
             kv_cache_config = memory.allocate(self.joint)
             self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
             self._event_publisher = self._create_event_publisher()
-        except BaseException:
-            self.executor.shutdown()
+        except BaseException as error:
+            self.executor.shutdown(failure_of(error))
             if self.joint is not None:
                 self.joint.close()
             raise
@@ -388,13 +390,13 @@ class EngineCore:
             self._experts.count_step()
             self._experts.run()
 
-    def shutdown(self) -> None:
-        """Stop scheduler, connector and workers; safe to call twice."""
+    def shutdown(self, reason: str | None = None) -> None:
+        """Stop scheduler, connector and workers; safe to call twice. `reason`: what has failed."""
         self._grammars.shutdown()
         self.scheduler.shutdown()
         if self._event_publisher is not None:
             self._event_publisher.shutdown()
-        self.executor.shutdown()
+        self.executor.shutdown(reason)
         if self.joint is not None:
             self.joint.close()
 

@@ -26,7 +26,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
-from vllm.utils.parent_watch import watch_parent
+from vllm.utils.parent_watch import ParentWatch, watch_parent
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -282,7 +282,7 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_during_start)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
-    watch_parent(_ORPHAN_GRACE_S)
+    parent = watch_parent(_ORPHAN_GRACE_S)
     try:
         with gc_paused(), short_turns():
             import_everything()
@@ -311,14 +311,23 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
         )
     )
     ready.close()
+    _run(core, proc, parent)
+
+
+def _run(core: EngineCore, proc: EngineCoreProc, parent: ParentWatch) -> None:
+    """Until the end. Other hosts are told where it is no stop: they would end as after one."""
+    failure: str | None = None
     try:
         with core.vllm_config.decisions.current():
             proc.run()
-    except Exception:
+        if parent.is_gone:
+            failure = "the process of the API is gone"
+    except Exception as error:
         logger.exception("the engine core failed")
+        failure = f"{type(error).__name__}: {error}"
         raise SystemExit(1) from None
     finally:
-        core.shutdown()
+        core.shutdown(failure)
 
 
 def import_everything() -> None:

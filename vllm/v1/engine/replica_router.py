@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -91,10 +90,6 @@ class ReplicaRouter:
                 self._chooser.began(output.request_id)
             if output.finish_reason is not None and not output.awaits_stop:
                 self._chooser.ended(output.request_id)
-            if output.cache_report is not None:
-                output.cache_report = msgspec.structs.replace(
-                    output.cache_report, data_parallel_rank=outputs.engine_index
-                )
         if outputs.plain is not None:
             num_tokens += len(outputs.plain.token_ids) // _TOKEN_BYTES
         self._chooser.generated(outputs.engine_index - self._first_rank, num_tokens)

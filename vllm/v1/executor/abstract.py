@@ -82,6 +82,12 @@ class Executor(ABC):
         """The oldest step has no result after `step_timeout_s`: give up. Returns what to raise."""
         return TimeoutError(overdue_message(self.step_timeout_s))
 
+    def check_experts(self) -> None:
+        """`VLLMValidationError` where experts are to be spread and no pipeline stage has any."""
+        parallel = self.vllm_config.parallel_config
+        if parallel.enable_expert_parallel and parallel.pipeline_parallel_size > 1:
+            parallel.check_experts(any(self.collective_rpc("has_experts")))
+
     def get_kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         """Per worker: layer name -> what it keeps."""
         return self.collective_rpc("get_kv_cache_spec")
@@ -140,8 +146,9 @@ class Executor(ABC):
         """Raise if a worker is gone."""
 
     @abstractmethod
-    def shutdown(self) -> None:
-        """Stop the workers, giving up steps that wait for masks; safe to call twice."""
+    def shutdown(self, reason: str | None = None) -> None:
+        """Stop the workers, giving up steps that wait for masks; safe to call twice. `reason`: what
+        has failed, for those that cannot see it; None: a stop that was asked for."""
 
 
 def _initialize(worker: Worker, kv_cache_configs: list[KVCacheConfig]) -> None:

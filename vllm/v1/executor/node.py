@@ -10,22 +10,21 @@ import contextlib
 import json
 import pickle
 import selectors
-import socket
 import time
 
 from vllm.config import VllmConfig
+from vllm.distributed.rendezvous import connect
 from vllm.logger import init_logger
 from vllm.v1.executor.device_checks import check_devices, device_names
 from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.message_socket import MessageSocket, interface_of
 from vllm.v1.executor.node_agreement import agreement
-from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
-from vllm.v1.executor.station import WorkerDiedError
+from vllm.v1.executor.node_messages import TOLD_TO_STOP, Hello, NodeSetup, Tag
+from vllm.v1.executor.station import WorkerDiedError, failure_of
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
 
 logger = init_logger(__name__)
 
-_RETRY_S = 0.25
 #: the first host gives up first, and says why
 _PATIENCE_S = 60
 #: the first host answers the end of a worker with the end of all
@@ -67,19 +66,8 @@ def run_node(config: VllmConfig) -> None:
 def _connect(config: VllmConfig, place: str, timeout_s: float) -> MessageSocket:
     """Tries until the first host listens."""
     parallel = config.parallel_config
-    address = parallel.master_addr, parallel.master_port
-    deadline = time.monotonic() + timeout_s
     logger.info("node %d: looking for %s", parallel.node_rank, place)
-    while True:
-        try:
-            return MessageSocket(socket.create_connection(address, timeout_s))
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{place} does not answer in {timeout_s:g} s "
-                    f"(--distributed-timeout-seconds): {error.strerror or error}"
-                ) from None
-            time.sleep(_RETRY_S)
+    return MessageSocket(connect(parallel.master_addr, parallel.master_port, timeout_s, place))
 
 
 def _join(hello: Hello, connection: MessageSocket, place: str, timeout_s: float) -> NodeSetup:
@@ -117,8 +105,7 @@ class _Node:
             patience_s = STOP_S
         except BaseException as error:
             with contextlib.suppress(OSError, TimeoutError):
-                told = isinstance(error, SystemExit | KeyboardInterrupt)
-                reason = "it was told to stop" if told else str(error) or type(error).__name__
+                reason = failure_of(error) or TOLD_TO_STOP
                 self._connection.send(Tag.LEAVING.of_json(reason=reason), _give_up)
             raise
         finally:

@@ -15,6 +15,7 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import flag_name, flag_of
 from vllm.version import __version__
 
@@ -44,13 +45,34 @@ _VARIABLES = (
 _MOST_SHOWN = 5
 
 
+def versions() -> dict[str, str]:
+    """Of what the workers of all hosts must have alike."""
+    return {
+        "vllm": __version__,
+        "torch": torch.__version__.partition("+")[0],
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
+
+
+def check_versions(theirs: Mapping[str, str], whose: str) -> None:
+    """`VLLMValidationError`, which names `whose` they are, where they are not this host's."""
+    differing = [
+        f"{name} is {theirs.get(name, 'older')} there and {ours} here"
+        for name, ours in versions().items()
+        if theirs.get(name) != ours
+    ]
+    if differing:
+        raise VLLMValidationError(
+            f"{whose}: {'; '.join(differing)}; all hosts of an engine need the same versions",
+            "distributed_executor_backend",
+        )
+
+
 def agreement(config: VllmConfig) -> dict[str, str]:
     """Name of a setting (a flag, where it is one) -> its value as text, as this host has resolved
     it."""
     stated = {
-        "vllm": __version__,
-        "torch": torch.__version__.partition("+")[0],
-        "Python": ".".join(platform.python_version_tuple()[:2]),
+        **versions(),
         "the device": config.device_config.device_type,
         "config.json of the model": _digest(config.model_config.hf_config.to_dict()),
         **{name: _text(getattr(envs, name)) for name in _VARIABLES},

@@ -15,9 +15,9 @@ from vllm.logger import init_logger
 from vllm.v1.executor.device_checks import check_equal_devices, device_names
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.node_agreement import agreement, differences
-from vllm.v1.executor.node_messages import Hello, NodeSetup, Tag
+from vllm.v1.executor.node_messages import TOLD_TO_STOP, Hello, NodeSetup, Tag
 from vllm.v1.executor.remote_workers import RemoteWorkers
-from vllm.v1.executor.station import WorkerDiedError
+from vllm.v1.executor.station import WorkerDiedError, failure_of
 from vllm.v1.executor.worker_process import WorkerPlan
 
 logger = init_logger(__name__)
@@ -49,7 +49,7 @@ def gather_nodes(config: VllmConfig, plan: WorkerPlan) -> list[NodeLink]:
     try:
         links = gathering.run()
     except BaseException as error:
-        gathering.refuse(str(error) or type(error).__name__)
+        gathering.refuse(failure_of(error) or TOLD_TO_STOP)
         raise
     finally:
         gathering.listener.close()

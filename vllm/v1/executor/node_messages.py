@@ -13,6 +13,8 @@ from typing import Any
 
 from vllm.v1.executor.worker_process import WorkerPlan
 
+#: the reason of a host that a signal ends before it has an engine, or that is not the first one
+TOLD_TO_STOP = "it was told to stop"
 #: tells a node's first message from a stranger's
 _PROTOCOL = "vllm-node-1"
 

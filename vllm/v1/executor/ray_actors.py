@@ -11,6 +11,7 @@ import pickle
 import secrets
 import select
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -24,6 +25,8 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.executor.device_checks import check_equal_devices
 from vllm.v1.executor.message_socket import MessageSocket
+from vllm.v1.executor.node_agreement import check_versions
+from vllm.v1.executor.ray_address import await_cluster
 from vllm.v1.executor.ray_worker import RayWorker, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.stationed import StationedExecutor
@@ -39,7 +42,8 @@ _HELLO_S = 5.0
 class RayActors:
     """One actor per rank, in a placement group. `address`: this host's, at which they answer.
 
-    Raises `TimeoutError` when Ray has no room for them in `--distributed-timeout-seconds`.
+    Raises what `await_cluster` raises, and `TimeoutError` when Ray has no room for them in
+    `--distributed-timeout-seconds`.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -53,11 +57,13 @@ class RayActors:
         self._starts_ray = not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._starts_ray:
+            await_cluster(os.environ.get("RAY_ADDRESS", ""), self._timeout_s)
             ray.init()
         self.address: str = ray.util.get_node_ip_address()
 
     def place(self) -> None:
         """Start the actors where Ray finds room, the ranks of this host first."""
+        logger.info("waiting for room for %d Ray actors, a %s each", self._size, self._resource)
         group = self._group = placement_group([{self._resource: 1}] * self._size, "PACK")
         if not ray.wait([group.ready()], timeout=self._timeout_s)[0]:
             raise TimeoutError(
@@ -102,8 +108,9 @@ class RayActors:
                     accepted, (peer, *_) = listener.accept()
                     hello = _heard(MessageSocket(accepted, peer), secret)
                     if hello is not None:
-                        connection, rank, names[rank] = hello
-                        links[rank] = _ActorLink(connection, rank, self._actors[rank])
+                        rank, names[rank] = hello.rank, hello.device
+                        links[rank] = _ActorLink(hello.connection, rank, self._actors[rank])
+                        check_versions(hello.versions, links[rank].name)
                 for failed in ray.wait(runs, timeout=0)[0]:
                     ray.get(failed)  # raises what it failed with
                 if time.monotonic() > deadline:
@@ -151,12 +158,23 @@ def _kill(actor: Any) -> None:
         ray.kill(actor)
 
 
-def _heard(connection: MessageSocket, secret: str) -> tuple[MessageSocket, int, str] | None:
-    """(Connection, rank, device) of an actor; None for a stranger, who is sent away."""
+@dataclass(frozen=True)
+class _Hello:
+    """What an actor says first; `versions`: as of `node_agreement`."""
+
+    connection: MessageSocket
+    rank: int
+    device: str
+    versions: dict[str, str]
+
+
+def _heard(connection: MessageSocket, secret: str) -> _Hello | None:
+    """None for a stranger, who is sent away."""
     with contextlib.suppress(TimeoutError, EOFError, ValueError, KeyError, TypeError):
         hello = json.loads(connection.receive(_HELLO_S))
         if hmac.compare_digest(hello["secret"], secret):
-            return connection, hello["rank"], hello["device"]
+            versions = hello.get("versions", {})
+            return _Hello(connection, hello["rank"], hello["device"], versions)
     logger.warning("%s connected and is no worker of this engine", connection.peer)
     connection.close()
     return None
@@ -178,8 +196,8 @@ class RayExecutor(StationedExecutor):
             stations = self._stations = actors.connect(plan)
         self._begin(plan, stations)
 
-    def shutdown(self) -> None:
-        super().shutdown()
+    def shutdown(self, reason: str | None = None) -> None:
+        super().shutdown(reason)
         if self._actors is not None:
             actors, self._actors = self._actors, None
             actors.close()

@@ -50,10 +50,11 @@ class RayWorker:
         """Be the worker of `rank` until the driver at `address` says so or is gone. `setup`: a
         pickled `WorkerPlan`."""
         from vllm.v1.executor.message_socket import MessageSocket, interface_of
+        from vllm.v1.executor.node_agreement import versions
         from vllm.v1.executor.worker_process import WorkerSetup, run_worker
 
         connection = MessageSocket(socket.create_connection(address))
-        hello = {"secret": secret, "rank": rank, "device": _device_name()}
+        hello = {"secret": secret, "rank": rank, "device": _device_name(), "versions": versions()}
         connection.send(json.dumps(hello).encode(), lambda: None)
         interface = interface_of(connection.own_address)
         start = WorkerSetup(pickle.loads(setup), rank, 0, os.getppid(), interface)

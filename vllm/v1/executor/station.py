@@ -20,6 +20,13 @@ class WorkerDiedError(RuntimeError):
         return type(self), (str(self), self.was_killed)
 
 
+def failure_of(error: BaseException) -> str | None:
+    """What others are told of an error that ends the engine; None for a stop that was asked for."""
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return None
+    return str(error) or type(error).__name__
+
+
 class Source(Protocol):
     """A file that becomes readable when an answer or the end of a worker can be taken."""
 

@@ -269,7 +269,7 @@ class StationedExecutor(Executor):
             for station in self._stations:
                 station.finish_end(deadline)
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str | None = None) -> None:
         if self._closed:
             return
         self._closed = True
@@ -279,9 +279,9 @@ class StationedExecutor(Executor):
             self._pulse.stop()
         if self._failure is None:
             if self._is_loaded:
-                self._end_workers(STOP_S)
+                self._end_workers(STOP_S, reason)
             else:
-                self._end_workers(0.0, "the engine did not start")
+                self._end_workers(0.0, reason or "the engine did not start")
         if self._collector.ident is not None:
             os.write(self._stop_write, b"x")
             self._collector.join()

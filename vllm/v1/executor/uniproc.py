@@ -99,7 +99,7 @@ class UniProcExecutor(Executor):
         if self._closed:
             raise RuntimeError("the executor was shut down")
 
-    def shutdown(self) -> None:
+    def shutdown(self, reason: str | None = None) -> None:
         if self._closed:
             return
         self._closed = True

@@ -36,7 +36,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.layers.moe import check_expert_parallel, expert_counts
+from vllm.model_executor.layers.moe import check_expert_parallel, expert_counts, has_mixtures
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.class_registry import resolve_class
@@ -169,7 +169,8 @@ class Worker(WorkerPlacements):
             with startup_phase("build model"):
                 self.model_runner.build_model()
             model, *beside = self.model_runner.models
-            check_expert_parallel(model, beside, self.parallel_config)
+            is_stage = self.parallel_config.pipeline_parallel_size > 1
+            check_expert_parallel(model, beside, self.parallel_config, is_stage)
             self.expert_balancer = ExpertBalancer(self.model_runner.models, get_ep_group())
             self.compilation = self._compile_ahead()
             if self.vllm_config.quant_config is not None:
@@ -271,6 +272,10 @@ class Worker(WorkerPlacements):
             if self.kernel_plan is not None:
                 self.kernel_plan.discard()
             logger.warning("kernels that were not compiled ahead: %s", ", ".join(unforeseen))
+
+    def has_experts(self) -> bool:
+        """Whether this stage has some."""
+        return has_mixtures(self.model_runner.model)
 
     def expert_counts(self) -> dict[str, list[int]]:
         """See `layers.moe.expert_counts`."""

@@ -8,6 +8,8 @@ import time
 from bisect import insort
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -258,7 +260,9 @@ class SchedulerAdmission(SchedulerResults):
         report = self.caches[request.placement].take_report(request)
         if report is not None:
             counters.add_report(report)
-            request.cache_report = report if request.cache.report else None
+            if request.cache.report:
+                rank = self.vllm_config.parallel_config.replica
+                request.cache_report = replace(report, data_parallel_rank=rank)
         if self.connector is not None:
             counters.external_queries += request.num_tokens - prefix.num_local
             counters.external_hits += prefix.num_external
