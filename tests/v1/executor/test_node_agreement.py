@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,26 @@ def test_what_differs_is_named_as_the_user_wrote_it(flags: dict[str, Any], words
     text = differences(of(), of(**flags), 3)
     assert text is not None
     assert re.search(words, text), text
+
+
+def test_other_weights_at_the_same_path(tmp_path: Path) -> None:
+    """Each host has its own disk; one may have to download what the other one has."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen3_5"), model)
+
+    def here() -> dict[str, str]:
+        return agreement(EngineArgs(model=str(model), **TWO).create_engine_config())
+
+    weights = next(model.glob("*.safetensors"))
+    first = here()
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    text = differences(first, here(), 1)
+    assert text is not None
+    assert "the last bytes of the model's weights is" in text
+    weights.unlink()
+    assert differences(first, here(), 1) is None
 
 
 def test_versions_and_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:

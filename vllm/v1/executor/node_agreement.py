@@ -15,6 +15,10 @@ import torch
 
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
+    checkpoint_files,
+    weights_identity,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import flag_name, flag_of
 from vllm.version import __version__
@@ -43,6 +47,8 @@ _VARIABLES = (
     "VLLM_SANITIZE",
 )
 _MOST_SHOWN = 5
+#: one path may be another directory on another host
+_WEIGHTS = "the last bytes of the model's weights"
 
 
 def versions() -> dict[str, str]:
@@ -75,6 +81,7 @@ def agreement(config: VllmConfig) -> dict[str, str]:
         **versions(),
         "the device": config.device_config.device_type,
         "config.json of the model": _digest(config.model_config.hf_config.to_dict()),
+        **_weights_here(config),
         **{name: _text(getattr(envs, name)) for name in _VARIABLES},
     }
     for field in dataclasses.fields(config):
@@ -88,12 +95,23 @@ def agreement(config: VllmConfig) -> dict[str, str]:
     return stated
 
 
+def _weights_here(config: VllmConfig) -> dict[str, str]:
+    """The digest of the model's weights, unless a download is still to bring them."""
+    model = config.model_config
+    if config.load_config.load_format == "dummy":
+        return {}
+    if not checkpoint_files(config, model.model, model.revision):
+        return {}
+    return {_WEIGHTS: _digest(weights_identity(config))}
+
+
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str], node_rank: int) -> str | None:
     """Which settings of that host differ from those of the first one, in words; None: none does."""
     differing = [
         f"{name} is {theirs.get(name)} on node {node_rank} and {ours.get(name)} on node 0"
         for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
+        and (name != _WEIGHTS or (name in ours and name in theirs))
     ]
     if not differing:
         return None
