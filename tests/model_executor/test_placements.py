@@ -32,6 +32,7 @@ def test_forms(placement, names):
         ("gdn,kda", "it names 2 layers"),
         ("every0th-gdn", "it names 1 layers.*; give a name for each, or all-X"),
         (f"every{'9' * 5000}th-gdn", "it names 1 layers"),
+        ("every7th-gdm", "'every7th-gdm' has 'gdm' in none of 6 layers; use all-attention"),
         ([1] * 6, "expected a list of names"),
         ({"0": "gdn"}, "expected a list of names"),
     ],
@@ -39,6 +40,11 @@ def test_forms(placement, names):
 def test_what_is_none(placement, message):
     with pytest.raises(VLLMValidationError, match=message):
         expand(placement, 6)
+
+
+def test_a_middle_that_is_not_there():
+    with pytest.raises(VLLMValidationError, match="has 'gdn' in none of 4 layers"):
+        expand("bookend-attn-gdn", 4)
 
 
 def test_names_that_a_layer_has_not():

@@ -49,14 +49,23 @@ def _expanded(text: str, num_layers: int) -> list[str]:
     every = _EVERY.fullmatch(text)
     if every is not None and int(every[1]) > 0:
         step, name = int(every[1]), _full(every[2])
-        return [name if (i + 1) % step == 0 else "attention" for i in range(num_layers)]
+        return _beside_attention(text, name, range(step - 1, num_layers, step), num_layers)
     if text.startswith("all-"):
         return [_full(text.removeprefix("all-"))] * num_layers
     if text.startswith("bookend-attn-"):
         name = _full(text.removeprefix("bookend-attn-"))
-        inner = range(2, num_layers - 2)
-        return [name if i in inner else "attention" for i in range(num_layers)]
+        return _beside_attention(text, name, range(2, num_layers - 2), num_layers)
     return [_full(part.strip()) for part in text.split(",")]
+
+
+def _beside_attention(text: str, name: str, layers: range, num_layers: int) -> list[str]:
+    """`name` in `layers`, of which there must be some: nothing else would tell a wrong name."""
+    if not layers:
+        raise placement_error(
+            f"{_SHOWN.repr(text)} has {_SHOWN.repr(name)} in none of {num_layers} layers; use "
+            "all-attention"
+        )
+    return [name if i in layers else "attention" for i in range(num_layers)]
 
 
 def _full(name: str) -> str:
