@@ -16,6 +16,7 @@ from vllm.engine.unsupported_flags import (
     check_unsupported,
 )
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import flag_name
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -63,8 +64,10 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int | None) -> list[
 def check_file(parameter: str, path: str | None) -> None:
     """Raise `VLLMValidationError`, before a long run, for a result file whose folder is missing."""
     if path is not None and not Path(path).parent.is_dir():
-        flag = f"--{parameter.replace('_', '-')}"
-        raise VLLMValidationError(f"{flag} {path}: no folder {Path(path).parent}", parameter, path)
+        folder = Path(path).parent
+        raise VLLMValidationError(
+            f"{flag_name(parameter)} {path}: no folder {folder}", parameter, path
+        )
 
 
 def save_json(path: str | None, result: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from vllm.entrypoints.cli.explain_layout_text import rates_line
 from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
-from vllm.utils.options import config, option
+from vllm.utils.options import config, flag_name, option
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -185,7 +185,7 @@ def _check_places(namespace: argparse.Namespace) -> None:
     """`VLLMValidationError` for flags by which this host has a part of a layout."""
     for name in _PARTS:
         if getattr(namespace, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_name(name)
             raise VLLMValidationError(
                 f"{flag}: layouts are measured with all their replicas; leave out {flag}", name
             )

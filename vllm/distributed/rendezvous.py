@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.options import flag_name
 
 #: of the `distributed_init_method` that names a `MeetingPlace`
 _SCHEME = "store://"
@@ -24,7 +25,7 @@ def listen(host: str, port: int, parameter: str = "master_addr") -> socket.socke
 
     Raises `VLLMValidationError`, which names the flag `parameter`, where that is not possible.
     """
-    flag = f"--{parameter.replace('_', '-')}"
+    flag = flag_name(parameter)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         if address[0] in ("0.0.0.0", "::"):

@@ -28,6 +28,7 @@ from vllm.engine.batch_defaults import UsageContext
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.model_outline import models_on_meta, outline_model
 from vllm.platforms import current_platform
+from vllm.utils.options import flag_name
 from vllm.v1.executor.station import WorkerDiedError
 
 #: weights in float32 that a check still makes up
@@ -140,7 +141,7 @@ def in_place_of(args: EngineArgs, small: dict[str, Any]) -> str:
     defaults = {field.name: field.default for field in fields(EngineArgs)}
     given = {name: getattr(args, name) for name, value in small.items() if value is not None}
     names = [n for n, value in given.items() if value not in (defaults[n], small[n])]
-    parts = [f"--{n.replace('_', '-')} {small[n]} in place of {given[n]}" for n in names]
+    parts = [f"{flag_name(n)} {small[n]} in place of {given[n]}" for n in names]
     return f"; the steps had {', '.join(parts)}" if parts else ""
 
 

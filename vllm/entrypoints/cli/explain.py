@@ -14,6 +14,7 @@ from vllm.entrypoints.cli.types import CLISubcommand
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import human_int
+from vllm.utils.options import flag_name
 from vllm.v1.core.explain import Explanation
 
 if TYPE_CHECKING:
@@ -148,8 +149,7 @@ def _check_amounts(args: argparse.Namespace) -> None:
     for name, least in (("reserved_memory", 0), ("decode_batch", 1)):
         value = getattr(args, name)
         if value < least:
-            flag = f"--{name.replace('_', '-')}"
-            raise VLLMValidationError(f"{flag} {value}: at least {least}", name, value)
+            raise VLLMValidationError(f"{flag_name(name)} {value}: at least {least}", name, value)
 
 
 def _report(args: argparse.Namespace, config: "VllmConfig") -> str:
