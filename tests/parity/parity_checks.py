@@ -52,6 +52,10 @@ one_stage = pytest.mark.skipif(
     LAYOUT.pp > 1, reason="stages refuse it: tests/parity/test_staged_engines.py"
 )
 
+on_cpus = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="workers on CPUs; those of GPUs are in tests/gpu"
+)
+
 PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 300)
 NUM_TOKENS = 48
 
@@ -65,6 +69,12 @@ def prompts(lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[li
 def of_workers(answer: Any) -> list[Any]:
     """What `collective_rpc` gives where all workers answer the same."""
     return [answer] * LAYOUT.devices
+
+
+def journal_bytes(llm: LLM) -> int:
+    """What tokens that wait for their commit take beside a worker's arena; nothing on CPUs."""
+    [beside, *_] = llm.collective_rpc("get_bytes_beside", args=(None,))
+    return int(beside.journals)
 
 
 def generate(

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from apriel2_models import MAMBA, MIXERS, Reference, make_tensors, pattern, save, stochastic
 from parity_checks import (
     MakeEngine,
     core_in_this_process,
     generate,
     in_this_process,
+    on_cpus,
     one_stage,
     prompts,
 )
@@ -202,7 +202,7 @@ def test_other_connectors_keep_the_placement(make_engine: MakeEngine, tmp_path: 
 
 
 @pytest.mark.usefixtures("forking")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far")
+@on_cpus
 @pytest.mark.parametrize("layout", ["mixture", "mambas"])
 def test_two_ranks_compute_the_same(
     layout: str, checkpoints: dict[str, Checkpoint], make_engine: MakeEngine

@@ -20,7 +20,7 @@ import pytest
 import torch
 from dflash_models import Block, dflash_tensors, write_dflash
 from draft_models import Shape, eagle3_tensors, gen, mtp_tensors, with_mtp, write_eagle3
-from parity_checks import MakeEngine, in_this_process
+from parity_checks import MakeEngine, in_this_process, on_cpus
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
 from torch import Tensor
@@ -194,7 +194,7 @@ def halves(forking: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VocabParallelEmbedding, "__init__", partialmethod(init, padding_size=1))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs")
+@on_cpus
 @pytest.mark.parametrize("method", ["eagle3", *nightly(*(m for m in METHODS if m != "eagle3"))])
 @pytest.mark.usefixtures("always_drafting", "halves")
 def test_tokens_of_two_ranks_have_the_models_law(
@@ -205,7 +205,7 @@ def test_tokens_of_two_ranks_have_the_models_law(
     assert (accepted > 0.03) == (method != "none")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs")
+@on_cpus
 @pytest.mark.usefixtures("always_drafting", "halves")
 def test_noise_that_is_not_the_tokens_own_is_noticed(
     root: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from apriel2_models import MIXERS, make_tensors, save, stochastic
-from parity_checks import in_this_process, prompts
+from parity_checks import in_this_process, journal_bytes, on_cpus, prompts
 from torch import Tensor, nn
 
 from tests.parity.in_process import runner_of
@@ -225,6 +225,7 @@ def fail_once(patch: pytest.MonkeyPatch, owner: Any, name: str, skipped: int) ->
     patch.setattr(owner, name, call)
 
 
+@on_cpus
 @pytest.mark.usefixtures("device", "forking")
 def test_a_rank_that_fails_takes_the_others_back(
     start: Any, monkeypatch: pytest.MonkeyPatch
@@ -249,6 +250,7 @@ def test_a_rank_that_fails_takes_the_others_back(
     assert generate(llm) == expected[1]
 
 
+@on_cpus
 @pytest.mark.usefixtures("forking")
 def test_a_replica_that_fails_takes_the_others_back(
     start: Any, monkeypatch: pytest.MonkeyPatch
@@ -278,16 +280,16 @@ def test_what_weights_leave_is_the_arenas(start: Any, monkeypatch: pytest.Monkey
 
     def bytes_of(llm: LLM) -> tuple[int, int]:
         mixers = supernet_of(llm).get_mixers()
-        arena = runner_of(llm).arena
-        return arena.buffer.nbytes, parameter_bytes(mixers) - bytes_on_host(mixers)
+        state = runner_of(llm).arena.buffer.nbytes + journal_bytes(llm)
+        return state, parameter_bytes(mixers) - bytes_on_host(mixers)
 
     llm = start("all-kda", kv_cache_memory_bytes=None)
-    most = MEMORY + bytes_of(llm)[1]
+    most = MEMORY + journal_bytes(llm) + bytes_of(llm)[1]
     found = set()
     for placement in ("all-attention", MIXED, "all-kda", "all-attention"):
         llm.change_placement(placement)
-        arena, mixers = bytes_of(llm)
-        assert most - runner_of(llm).arena.plan.page_bytes < arena + mixers <= most
+        state, mixers = bytes_of(llm)
+        assert most - runner_of(llm).arena.plan.page_bytes < state + mixers <= most
         found.add(mixers)
     assert len(found) == 3
     with monkeypatch.context() as patch:
@@ -373,6 +375,7 @@ def test_no_layer_waits_for_the_others(path: Path, device: PretendedDevice, star
     assert seen[0] == layer and seen[-1] <= layer + stays * (LAYERS - 1) // LAYERS < LAYERS * layer
 
 
+@on_cpus
 def test_a_cpu_leaves_weights_where_they_are(start: Any) -> None:
     llm = start()
     addresses = [param.data_ptr() for param in runner_of(llm).model.parameters()]

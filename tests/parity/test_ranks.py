@@ -21,6 +21,7 @@ from parity_checks import (
     assert_equals_reference,
     assert_ranks_extract_alike,
     generate,
+    on_cpus,
     prompts,
 )
 from tiny_models import make_tiny, tiny_model
@@ -36,7 +37,7 @@ from vllm.sampling_params import StructuredOutputsParams
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.usefixtures("forking"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs"),
+    on_cpus,
 ]
 
 MIXTURES = ("mixtral", "qwen3_next", "qwen3_5_moe", "kimi_linear")

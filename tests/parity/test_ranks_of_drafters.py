@@ -16,7 +16,7 @@ import pytest
 import torch
 from dflash_models import Block, dflash_tensors, write_dflash
 from draft_models import TINY, Shape, eagle3_tensors, gen, mtp_tensors, with_mtp, write_eagle3
-from parity_checks import MakeEngine, in_this_process, prompts
+from parity_checks import MakeEngine, in_this_process, on_cpus, prompts
 from tiny_models import tiny_model
 
 from vllm import LLM, SamplingParams, TokensPrompt
@@ -32,7 +32,7 @@ from vllm.v1.worker.step_sampler import StepSampler
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.usefixtures("noting"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="workers on CPUs"),
+    on_cpus,
     in_this_process,
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import assert_equals_reference, generate, prompts
+from parity_checks import assert_equals_reference, generate, on_cpus, prompts
 from safetensors.torch import load_file, save_file
 from test_shared_experts import Traffic
 from tiny_models import tiny_model
@@ -25,7 +25,7 @@ from vllm.v1.worker.worker import Worker
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on CPUs"),
+    on_cpus,
 ]
 
 ROUTERS = (".gate.weight", ".router.weight")

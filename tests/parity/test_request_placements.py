@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from apriel2_models import MIXERS, Reference, make_tensors, save, stochastic
-from parity_checks import in_this_process, prompts
+from parity_checks import in_this_process, on_cpus, prompts
 
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMValidationError
@@ -294,6 +294,7 @@ def test_the_engines_own_takes_no_place(
     engine.engine_core.shutdown()
 
 
+@on_cpus
 @pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("layout", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
 def test_ranks_and_replicas(supernet: Supernet, layout: dict[str, int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity_checks import assert_equals_reference, generate, prompts
+from parity_checks import assert_equals_reference, generate, on_cpus, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_reference_logits, tiny_model
 
@@ -42,7 +42,7 @@ from vllm.v1.worker.worker import Worker
 pytestmark = [
     pytest.mark.parity,
     pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
+    on_cpus,
 ]
 
 FAMILY = "qwen3_5_moe"

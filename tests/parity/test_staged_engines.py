@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from parity_checks import MakeEngine, assert_equals_reference, generate, prompts
+from parity_checks import MakeEngine, assert_equals_reference, generate, on_cpus, prompts
 from tiny_models import tiny_model
 
 from tests.extraction_options import extraction
@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.parity,
     pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="compares CPU processes"),
+    on_cpus,
 ]
 
 #: how long a step may take on the slowest machine

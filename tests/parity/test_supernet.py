@@ -23,7 +23,9 @@ from parity_checks import (
     core_in_this_process,
     generate,
     in_this_process,
+    journal_bytes,
     of_workers,
+    on_cpus,
     one_replica,
     one_stage,
     prompts,
@@ -132,7 +134,10 @@ def test_bits_are_those_of_the_fixed_model_and_come_back(
                 len(g.layer_names) for g in theirs.kv_cache_groups
             ]
             assert ours.plan.page_bytes == theirs.plan.page_bytes
-            assert ours.num_blocks == theirs.num_blocks
+            # Given bytes were the arena's alone at the start, where no journal was.
+            journals = journal_bytes(llm)
+            less = (theirs.num_blocks - ours.num_blocks) * ours.plan.page_bytes
+            assert journals <= less < journals + ours.plan.page_bytes
 
 
 def test_a_start_with_a_placement(supernet: Supernet, make_engine: MakeEngine) -> None:
@@ -214,7 +219,7 @@ def test_drafts_and_the_sanitizer_go_on(supernet: Supernet, make_engine: MakeEng
 
 
 @pytest.mark.usefixtures("forking")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one GPU only so far")
+@on_cpus
 def test_all_ranks_change_together(supernet: Supernet, make_engine: MakeEngine) -> None:
     llm = make(make_engine, supernet.path, tensor_parallel_size=2)
     names = SAMPLE[-2]

@@ -94,7 +94,7 @@ class FileStore:
     def __init__(self, root: str, identity: Mapping[str, Any], rank: int) -> None:
         text = json.dumps(identity, sort_keys=True)
         self._identity = text
-        self._base = os.path.join(root, xxhash.xxh3_128_hexdigest(text))
+        self._base = os.path.join(root, xxhash.xxh3_128_hexdigest(text.encode()))
         self._directory = os.path.join(self._base, f"r{rank}")
         os.makedirs(self._directory, exist_ok=True)
 
