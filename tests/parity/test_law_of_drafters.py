@@ -152,7 +152,8 @@ class Biased:
     def __call__(self, problem: AcceptProblem) -> None:
         tokens, sampled = problem.progress.tokens.long(), problem.sampled
         for row, first, count, _ in problem.requests.tolist():
-            wrong = torch.rand(max(count - 1, 0), generator=self.source) < 0.01
+            chances = torch.rand(max(count - 1, 0), generator=self.source)
+            wrong = (chances < 0.01).to(sampled.device)
             drafts = tokens[row, 1:count]
             part = sampled[first : first + len(wrong)]
             part.copy_(torch.where(wrong, drafts, part))
