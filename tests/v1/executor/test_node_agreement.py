@@ -67,22 +67,25 @@ def test_what_differs_is_named_as_the_user_wrote_it(flags: dict[str, Any], words
     assert re.search(words, text), text
 
 
-def test_other_weights_at_the_same_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whose", ["model", "drafter"])
+def test_other_weights_at_the_same_path(whose: str, tmp_path: Path) -> None:
     """Each host has its own disk; one may have to download what the other one has."""
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model("qwen3_5"), model)
+    for name in ("model", "drafter"):
+        shutil.copytree(tiny_model("qwen3_5"), tmp_path / name)
+    drafter = {"model": str(tmp_path / "drafter"), "num_speculative_tokens": 1}
 
     def here() -> dict[str, str]:
-        return agreement(EngineArgs(model=str(model), **TWO).create_engine_config())
+        args = EngineArgs(model=str(tmp_path / "model"), speculative_config=drafter, **TWO)
+        return agreement(args.create_engine_config())
 
-    weights = next(model.glob("*.safetensors"))
+    weights = next((tmp_path / whose).glob("*.safetensors"))
     first = here()
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     text = differences(first, here(), 1)
     assert text is not None
-    assert "the last bytes of the model's weights is" in text
+    assert f"the last bytes of the {whose}'s weights is" in text
     weights.unlink()
     assert differences(first, here(), 1) is None
 

@@ -17,7 +17,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     checkpoint_files,
-    weights_identity,
+    checkpoints,
+    tail_digest,
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import flag_name, flag_of
@@ -47,8 +48,8 @@ _VARIABLES = (
     "VLLM_SANITIZE",
 )
 _MOST_SHOWN = 5
-#: one path may be another directory on another host
-_WEIGHTS = "the last bytes of the model's weights"
+#: one path may be another directory on another host; the drafter's, if it has a checkpoint
+_WEIGHTS = ("the last bytes of the model's weights", "the last bytes of the drafter's weights")
 
 
 def versions() -> dict[str, str]:
@@ -96,13 +97,12 @@ def agreement(config: VllmConfig) -> dict[str, str]:
 
 
 def _weights_here(config: VllmConfig) -> dict[str, str]:
-    """The digest of the model's weights, unless a download is still to bring them."""
-    model = config.model_config
-    if config.load_config.load_format == "dummy":
-        return {}
-    if not checkpoint_files(config, model.model, model.revision):
-        return {}
-    return {_WEIGHTS: _digest(weights_identity(config))}
+    """Digests of the weights that no download is still to bring."""
+    found = {}
+    for name, checkpoint in zip(_WEIGHTS, checkpoints(config), strict=False):
+        if files := checkpoint_files(config, *checkpoint):
+            found[name] = _digest([tail_digest(path) for path in files])
+    return found
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str], node_rank: int) -> str | None:
@@ -111,7 +111,7 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str], node_rank: i
         f"{name} is {theirs.get(name)} on node {node_rank} and {ours.get(name)} on node 0"
         for name in {**ours, **theirs}
         if ours.get(name) != theirs.get(name)
-        and (name != _WEIGHTS or (name in ours and name in theirs))
+        and (name not in _WEIGHTS or (name in ours and name in theirs))
     ]
     if not differing:
         return None
