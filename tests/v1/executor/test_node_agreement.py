@@ -88,6 +88,11 @@ def test_other_weights_at_the_same_path(whose: str, tmp_path: Path) -> None:
     assert f"the last bytes of the {whose}'s weights is" in text
     weights.unlink()
     assert differences(first, here(), 1) is None
+    config = tmp_path / whose / "config.json"
+    config.write_text(config.read_text().replace('"rope_theta": ', '"rope_theta": 2'))
+    text = differences(first, here(), 1)
+    assert text is not None
+    assert f"config.json of the {whose} is" in text
 
 
 def test_versions_and_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:

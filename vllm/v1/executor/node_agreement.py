@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     tail_digest,
 )
 from vllm.exceptions import VLLMValidationError
+from vllm.transformers_utils.config import read_config_dict
 from vllm.utils.options import flag_name, flag_of
 from vllm.version import __version__
 
@@ -82,6 +83,7 @@ def agreement(config: VllmConfig) -> dict[str, str]:
         **versions(),
         "the device": config.device_config.device_type,
         "config.json of the model": _digest(config.model_config.hf_config.to_dict()),
+        **_drafter(config),
         **_weights_here(config),
         **{name: _text(getattr(envs, name)) for name in _VARIABLES},
     }
@@ -94,6 +96,12 @@ def agreement(config: VllmConfig) -> dict[str, str]:
         elif info is not None:
             stated[flag_name(info.name or field.name)] = _text(part)
     return stated
+
+
+def _drafter(config: VllmConfig) -> dict[str, str]:
+    if config.drafter is None or config.drafter.checkpoint is None:
+        return {}
+    return {"config.json of the drafter": _digest(read_config_dict(config.drafter.checkpoint))}
 
 
 def _weights_here(config: VllmConfig) -> dict[str, str]:
