@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,59 @@ def test_datasets_of_other_layers(
     drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
     assert run(target, drafter, write_dataset(tmp_path / "dataset", layers)) == 1
     assert re.search(message, capsys.readouterr().err)
+
+
+def damaged(path: Path, states: torch.Tensor) -> None:
+    """Other rows in a sample's file."""
+    tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(IDS)}
+    save_file(tensors, path / "hidden_states" / "hs_0.safetensors")
+
+
+def cut(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (lambda path: damaged(path, STREAMS[..., :32]), "has hidden states of 32 and token"),
+    (
+        lambda path: damaged(path, STREAMS[:9]),
+        r"holds \[9, 4, 64\] numbers, not those of 21 tokens",
+    ),
+    (lambda path: damaged(path, STREAMS[:, :3]), r"after \[1, 2, 3, 4\] layers, as the dataset"),
+    (lambda path: cut(path / "hidden_states" / "hs_0.safetensors"), "hs_0.safetensors cannot be"),
+    (lambda path: cut(next(path.glob("*.arrow"))), "dataset cannot be read"),
+    (lambda path: (path / "extraction.json").write_text("{}"), "does not state its layers"),
+    (lambda path: cut(path / "extraction.json"), "dataset cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damaged_datasets(
+    damage: Callable[[Path], object],
+    message: str,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
+    dataset = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
+    damage(dataset)
+    assert run(target, drafter, dataset) == 1
+    said = capsys.readouterr().err
+    assert re.search(message, said) and "Traceback" not in said
+
+
+def test_a_dataset_of_another_vocabulary(
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "IDS", [*IDS[:-1], 5000])
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
+    assert run(target, drafter, write_dataset(tmp_path / "dataset", [1, 2, 3, 4])) == 1
+    assert "and token 5000; those of --model" in capsys.readouterr().err
 
 
 def test_a_directory_that_is_none(

@@ -20,6 +20,7 @@ from tests.draft_models import (
 )
 from tests.tiny_models import tiny_model
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.config import SpeculativeConfig
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -63,6 +64,31 @@ def test_what_is_said_is_stronger(eagle3: Path) -> None:
     assert config_of(eagle3, speculative_config=given).tokens_to_verify == 6
     assert config_of(eagle3, spec_tokens=4).tokens_to_verify == 5
     assert config_of(eagle3, served_model_name="mine").model_config.served_names == ["mine"]
+
+
+OTHER_DRAFTERS: list[tuple[dict[str, Any], str]] = [
+    ({"spec_method": "ngram"}, "method must be absent or eagle3 where the draft checkpoint"),
+    ({"spec_model": "other"}, "model must be absent where .* is served; serve /.*, got other"),
+    ({"speculative_config": {"method": "ngram"}}, "method must be absent or eagle3"),
+    ({"speculative_config": {"model": "/other"}}, "model must be absent"),
+    ({"speculative_config": '{"num_speculative_tokens": 1}'}, "must be a JSON object"),
+    ({"speculative_config": {"num_speculative_tokens": 1}, "spec_tokens": 2}, "given both by"),
+    ({"speculative_config": {"num_speculative_tokens": 0}}, "must be 1 to 15, got 0"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), OTHER_DRAFTERS)
+def test_another_drafter_is_refused(fields: dict[str, Any], message: str, eagle3: Path) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        config_of(eagle3, **fields)
+
+
+def test_saying_what_the_checkpoint_is_changes_nothing(eagle3: Path) -> None:
+    given = {"method": "eagle3", "model": f"{eagle3}/", "num_speculative_tokens": None}
+    assert config_of(eagle3, speculative_config=given).tokens_to_verify == 3
+    same = SpeculativeConfig(method="eagle3", model=str(eagle3), full_width=True)
+    drafter = config_of(eagle3, speculative_config=same).drafter
+    assert drafter.full_width and drafter.num_speculative_tokens == 2
 
 
 def test_beside_its_target(target: Path, eagle3: Path) -> None:

@@ -241,8 +241,9 @@ def test_speculators_checkpoints_name_the_verifier(tmp_path: Path) -> None:
         get_config(str(tmp_path))
 
 
-def test_speculators_checkpoint_without_a_verifier(tmp_path: Path) -> None:
-    raw = {"speculators_model_type": "dflash2"}
+@pytest.mark.parametrize("described", [None, [], {"verifier": "org/target"}])
+def test_speculators_checkpoint_without_a_verifier(described: Any, tmp_path: Path) -> None:
+    raw = {"speculators_model_type": "dflash2", "speculators_config": described}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(VLLMValidationError, match="dflash2 .*config names none"):
         get_config(str(tmp_path))

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vllm.config.model import ModelConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+#: of a dataset
+_COLUMNS = ("input_ids", "loss_mask", "seq_len")
 DESCRIPTION = "Predict how many drafts of a head a target would accept, from a dataset."
 
 
@@ -116,6 +118,7 @@ def predict(args: AcceptanceArgs) -> RoundCounts:
     counts = RoundCounts(depth)
     for sample in tqdm(dataset.samples(), "Drafting", dataset.num_samples, dynamic_ncols=True):
         ids = sample.token_ids
+        _check_target(sample, target)
         if len(ids) < 2:
             continue
         streams = sample.hidden_states[:-1, columns]
@@ -123,6 +126,18 @@ def predict(args: AcceptanceArgs) -> RoundCounts:
         for start, stop in replies(sample.loss_mask):
             count_rounds(counts, ids, drafts, range(start, stop))
     return counts
+
+
+def _check_target(sample: StoredSample, target: ModelConfig) -> None:
+    """`VLLMValidationError` for a sample of another model."""
+    width, most = sample.hidden_states.shape[-1], max(sample.token_ids, default=0)
+    if width != target.get_hidden_size() or most >= target.get_vocab_size():
+        raise VLLMValidationError(
+            f"--dataset has hidden states of {width} and token {most}; those of --model "
+            f"{target.model} are of {target.get_hidden_size()}, and its tokens below "
+            f"{target.get_vocab_size()}",
+            "dataset",
+        )
 
 
 def _settings(args: AcceptanceArgs, target: ModelConfig) -> DraftSettings:
@@ -208,19 +223,29 @@ class HiddenStateDataset:
                 "examples/extract_hidden_states.py or examples/train_drafter.py",
                 "dataset",
             )
-        layers = json.loads(settings.read_text())["layers"]
-        if layers is None:
+        try:
+            layers = json.loads(settings.read_text()).get("layers")
+            rows = datasets.load_from_disk(str(path)).with_format(None)
+        except (AttributeError, IndexError, OSError, ValueError) as error:
+            raise VLLMValidationError(
+                f"--dataset {path} cannot be read: {error}", "dataset"
+            ) from None
+        if not isinstance(layers, list):
             raise VLLMValidationError(
                 f"--dataset {path} does not state its layers; extract it with --layers", "dataset"
             )
-        rows = datasets.load_from_disk(str(path)).with_format(None)
+        absent = [name for name in _COLUMNS if name not in rows.column_names]
+        if absent:
+            raise VLLMValidationError(
+                f"--dataset {path} has no column {', '.join(absent)}", "dataset"
+            )
         count = len(rows) if limit is None else min(limit, len(rows))
         return cls(path, layers, rows, count)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sample."""
-        return max(self.rows[: self.num_samples]["seq_len"])
+        return max(self.rows[: self.num_samples]["seq_len"], default=0)
 
     def columns_of(self, layer_ids: tuple[int, ...]) -> list[int]:
         """Where the streams after `layer_ids` layers are."""
@@ -236,6 +261,8 @@ class HiddenStateDataset:
 
     def samples(self) -> Iterator[StoredSample]:
         """One after the other; `VLLMValidationError` for one whose file does not fit."""
+        from safetensors import SafetensorError
+
         from vllm.hidden_states_storage import read_hidden_states
 
         for index in range(self.num_samples):
@@ -243,10 +270,20 @@ class HiddenStateDataset:
             file = self.path / "hidden_states" / f"hs_{index}.safetensors"
             if not file.is_file():
                 raise VLLMValidationError(f"--dataset has no {file}", "dataset")
-            stored = read_hidden_states(file)
-            if stored["token_ids"].tolist() != row["input_ids"]:
+            try:
+                stored = read_hidden_states(file)
+            except (SafetensorError, ValueError) as error:
+                raise VLLMValidationError(f"{file} cannot be read: {error}", "dataset") from None
+            ids, mask, states = row["input_ids"], row["loss_mask"], stored["hidden_states"]
+            if stored["token_ids"].tolist() != ids or len(mask) != len(ids):
                 raise VLLMValidationError(f"{file} holds other tokens than the dataset", "dataset")
-            yield StoredSample(row["input_ids"], row["loss_mask"], stored["hidden_states"])
+            if states.shape[:2] != (len(ids), len(self.layers)):
+                raise VLLMValidationError(
+                    f"{file} holds {list(states.shape)} numbers, not those of {len(ids)} tokens "
+                    f"after {self.layers} layers, as the dataset says",
+                    "dataset",
+                )
+            yield StoredSample(ids, mask, states)
 
 
 @dataclass

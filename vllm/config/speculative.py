@@ -106,7 +106,7 @@ class SpeculativeConfig:
         if self.target_model_config is not None:
             settings = settings.resolved(self.target_model_config, self.target_parallel_config)
         self.draft_settings = settings
-        self.num_speculative_tokens = settings.num_speculative_tokens
+        self.num_speculative_tokens = settings.num_speculative_tokens or None
 
     def as_given(self, hidden: tuple[str, ...] = FILLED_BY_ENGINE) -> dict[str, Any]:
         """What says all of it again: the keys that have a value, without the `hidden` ones."""

@@ -7,7 +7,8 @@ import argparse
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import decisions, envs
 from vllm.config import (
@@ -27,7 +28,8 @@ from vllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
 )
-from vllm.config.draft_methods import check_asked
+from vllm.config.draft_methods import ALIASES, check_asked
+from vllm.config.draft_methods.base import refuse
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.connector_flags import (
@@ -42,6 +44,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flag
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
 from vllm.utils.options import build, check_keys, flag_name
 from vllm.utils.startup_phases import FIRST_OF_ENGINE, startup_phase
+
+if TYPE_CHECKING:
+    from vllm.transformers_utils.speculators import SpeculatorsCheckpoint
 
 logger = init_logger(__name__)
 
@@ -253,9 +258,8 @@ class EngineArgs(_Fields):
             given = _joined(flag, given, shortcuts)
         return build(CompilationConfig, given, flag)
 
-    def _speculative_config(
-        self, model: ModelConfig, parallel: ParallelConfig
-    ) -> SpeculativeConfig | None:
+    def speculative_values(self) -> dict[str, Any] | None:
+        """The keys of `--speculative-config` and what its shortcuts say; None without any."""
         flag, given = "--speculative-config", self.speculative_config
         if isinstance(given, SpeculativeConfig):
             names = [f.name for f in dataclasses.fields(given)]
@@ -271,7 +275,14 @@ class EngineArgs(_Fields):
             raise VLLMValidationError(
                 f"{flag} must be a JSON object, got {given!r}", "speculative_config"
             )
-        values = _joined(flag, given or {}, shortcuts)
+        return _joined(flag, given or {}, shortcuts)
+
+    def _speculative_config(
+        self, model: ModelConfig, parallel: ParallelConfig
+    ) -> SpeculativeConfig | None:
+        flag, values = "--speculative-config", self.speculative_values()
+        if values is None:
+            return None
         if "tensor_parallel_size" in values:
             raise VLLMValidationError(
                 f"{flag}: write draft_tensor_parallel_size instead of tensor_parallel_size",
@@ -310,8 +321,8 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
     """The arguments that change if `args.model` is a speculators checkpoint that can draft: its
     verifier (a name or a local directory) is served, and it drafts. Nothing for other models.
 
-    What `speculative_config` says is stronger than the checkpoint. `VLLMValidationError` for a
-    checkpoint that names no verifier.
+    What `speculative_config` says is stronger than the checkpoint. `VLLMValidationError` if it says
+    another method or model, and for a checkpoint that names no verifier.
     """
     from vllm.transformers_utils.config import read_config_dict
     from vllm.transformers_utils.speculators import METHODS, parse_speculators
@@ -332,19 +343,27 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
     decisions.record(
         "model", found.verifier, f"{draft} is a draft checkpoint ({found.method}) of it", draft
     )
-    settings = {"num_speculative_tokens": found.num_speculative_tokens}
-    given = args.speculative_config
-    if isinstance(given, SpeculativeConfig):
-        given = given.as_given()
-    settings |= given if isinstance(given, Mapping) else {}
-    if args.spec_tokens is not None:
-        del settings["num_speculative_tokens"]
+    given = args.speculative_values() or {}
+    _check_drafts_with(found, given)
+    own: dict[str, Any] = {"method": found.method, "model": draft}
+    if given.get("num_speculative_tokens") is None:
+        own["num_speculative_tokens"] = found.num_speculative_tokens
     return {
         "model": found.verifier,
         "revision": None,
         "tokenizer": args.tokenizer or found.verifier,
         "served_model_name": args.served_model_name or [draft, found.verifier],
-        "speculative_config": settings | {"method": found.method, "model": draft},
-        "spec_method": None,
-        "spec_model": None,
+        "speculative_config": given | own,
+        **dict.fromkeys(_SPEC_SHORTCUTS),
     }
+
+
+def _check_drafts_with(found: SpeculatorsCheckpoint, given: Mapping[str, Any]) -> None:
+    """`VLLMValidationError` if the keys `given` of a `speculative_config` want another drafter than
+    the served checkpoint."""
+    method, model = given.get("method"), given.get("model")
+    what = f"where the draft checkpoint {found.path} is served; serve {found.verifier} instead"
+    if method is not None and ALIASES.get(method, method) != found.method:
+        refuse("method", f"must be absent or {found.method} {what}, got {method}", method)
+    if model is not None and Path(model).resolve() != Path(found.path).resolve():
+        refuse("model", f"must be absent {what}, got {model}", model)

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from vllm.exceptions import VLLMValidationError
 from vllm.transformers_utils.lean_import import without_model_classes
-from vllm.transformers_utils.speculators import METHODS
+from vllm.transformers_utils.speculators import METHODS, verifier_of
 from vllm.utils.class_registry import resolve_class
 from vllm.utils.options import merged
 
@@ -174,9 +174,7 @@ def _refuse_speculators(model: str, raw: Mapping[str, Any]) -> None:
     kind = raw.get("speculators_model_type")
     if kind is None:
         return
-    described = raw.get("speculators_config") or {}
-    verifier = (described.get("verifier") or {}).get("name_or_path")
-    instead = verifier or "its own config names none"
+    instead = verifier_of(raw) or "its own config names none"
     supported = "" if kind in METHODS else f"drafting with {kind} is not supported; "
     raise _model_error(
         f"{model!r} is a speculators draft checkpoint ({kind}), which is no model by itself; "

@@ -53,18 +53,32 @@ def parse_speculators(path: str, raw: Mapping[str, Any]) -> SpeculatorsCheckpoin
             + ", ".join(METHODS),
         )
     described = raw.get("speculators_config")
-    proposals = described.get("proposal_methods") if isinstance(described, Mapping) else None
-    tokens = proposals[0].get("speculative_tokens") if proposals else None
-    if not isinstance(tokens, int):
+    tokens = _num_tokens(described)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
         key = "speculators_config.proposal_methods[0].speculative_tokens"
-        raise _error(path, f"is a speculators checkpoint whose config lacks {key}")
+        raise _error(
+            path, f"is a speculators checkpoint whose config lacks {key}, a number from 1 on"
+        )
     if not isinstance(raw.get("transformer_layer_config"), Mapping):
         raise _error(
             path, "is a speculators checkpoint whose config lacks transformer_layer_config"
         )
-    assert isinstance(described, Mapping)
-    verifier = (described.get("verifier") or {}).get("name_or_path")
-    return SpeculatorsCheckpoint(path, METHODS[kind], tokens, verifier, raw)
+    return SpeculatorsCheckpoint(path, METHODS[kind], tokens, verifier_of(raw), raw)
+
+
+def verifier_of(raw: Mapping[str, Any]) -> str | None:
+    """Name or directory of the target that the config `raw` of a draft checkpoint names."""
+    described = raw.get("speculators_config")
+    verifier = described.get("verifier") if isinstance(described, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _num_tokens(described: Any) -> Any:
+    """`proposal_methods[0].speculative_tokens` of a `speculators_config`; None if it has none."""
+    proposals = described.get("proposal_methods") if isinstance(described, Mapping) else None
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    return first.get("speculative_tokens") if isinstance(first, Mapping) else None
 
 
 def _error(path: str, what: str) -> VLLMValidationError:

@@ -308,6 +308,10 @@ def test_a_head_without_tensors(target_path: Path, tmp_path: Path) -> None:
         mtp(path)
 
 
+def proposing(num_tokens: int) -> dict[str, Any]:
+    return {"proposal_methods": [{"speculative_tokens": num_tokens}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -331,6 +335,22 @@ def test_a_head_without_tensors(target_path: Path, tmp_path: Path) -> None:
         ({"speculators_model_type": "dflash2"}, "of type dflash2, which is not supported"),
         ({"speculators_model_type": None}, "must be a speculators checkpoint of type eagle3"),
         ({"speculators_config": {}}, "lacks speculators_config.proposal_methods"),
+        ({"speculators_config": {"proposal_methods": {}}}, "lacks speculators_config.proposal_me"),
+        ({"speculators_config": {"proposal_methods": ["greedy"]}}, "a number from 1 on"),
+        ({"speculators_config": proposing(0)}, "a number from 1 on"),
+        ({"eagle_aux_hidden_state_layer_ids": 2}, "must be distinct numbers from 0"),
+        ({"draft_vocab_size": None}, "has draft_vocab_size None, which must be 1 to 256"),
+        ({"draft_vocab_size": 32000}, "has draft_vocab_size 32000, which must be 1 to 256"),
+        ({"transformer_layer_config": {"layer_types": ["full_attention"] * 2}}, "cannot be used"),
+        (
+            {
+                "transformer_layer_config": {
+                    "layer_types": ["sliding_attention"],
+                    "sliding_window": 0,
+                }
+            },
+            "no sliding_window: 0",
+        ),
         ({"transformer_layer_config": {"layer_types": ["sliding_attention"]}}, "no sliding_window"),
     ],
 )

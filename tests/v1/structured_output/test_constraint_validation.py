@@ -100,9 +100,10 @@ def test_needs_a_tokenizer_and_an_end():
     without.finish(SamplingParams())
 
 
-def test_needs_an_end_of_sequence(validator):
+@pytest.mark.parametrize("eos", [(), (VOCAB_SIZE,)])
+def test_needs_an_end_of_sequence(validator, eos):
     with pytest.raises(VLLMValidationError, match="end-of-sequence"):
-        validator.finish(params(eos=(), regex="a"))
+        validator.finish(params(eos=eos, regex="a"))
 
 
 def test_a_constraint_is_checked_once(validator, monkeypatch):

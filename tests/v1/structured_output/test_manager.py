@@ -55,6 +55,14 @@ def next_tokens(grammar):
     return set(np.flatnonzero(bits).tolist())
 
 
+def test_an_end_that_the_model_does_not_have(grammars):
+    given = params(choice=["a"])
+    given.eos_token_ids = [VOCAB_SIZE, EOS_TOKEN_ID]
+    grammar = grammars.start(given)
+    (letter,) = next_tokens(grammar)
+    assert grammar.accept(letter) and next_tokens(grammar) == {EOS_TOKEN_ID}
+
+
 def test_free_text_has_no_grammar(grammars):
     assert grammars.start(SamplingParams()) is None and grammars.start(None) is None
 

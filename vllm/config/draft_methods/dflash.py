@@ -73,7 +73,7 @@ class DFlashSettings(SpeculatorsHeadSettings):
         self._check_training(raw, ids, num_layers)
         return DFlashConfig(
             layers,
-            draft_vocab_size=raw.get("draft_vocab_size", 32000),
+            draft_vocab_size=self._draft_vocab_size(found, target),
             target_hidden_size=width,
             aux_layer_ids=ids,
             mask_token_id=mask_id,

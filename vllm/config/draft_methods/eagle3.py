@@ -49,7 +49,7 @@ class Eagle3Settings(SpeculatorsHeadSettings):
         self._check_training(raw, ids, target.get_num_layers())
         return Eagle3Config(
             layers,
-            draft_vocab_size=raw.get("draft_vocab_size", 32000),
+            draft_vocab_size=self._draft_vocab_size(found, target),
             target_hidden_size=width,
             aux_layer_ids=ids,
             **flags,

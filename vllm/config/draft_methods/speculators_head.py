@@ -88,13 +88,19 @@ class SpeculatorsHeadSettings(DraftSettings):
     ) -> PretrainedConfig:
         """The draft layers' config. What the file leaves out is as the class of configs has it;
         `layer_types` and `sliding_window`, which not every class knows, are always there."""
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
         kind = given.get("model_type", default_kind)
         if kind not in self.layer_models:
             supported = ", ".join(self.layer_models)
             self._refuse(f"has draft layers of type {kind}; supported: {supported}")
-        config: PretrainedConfig = type(AutoConfig.for_model(kind))(**given)
+        config: PretrainedConfig
+        try:
+            config = type(AutoConfig.for_model(kind))(**given)
+        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            self._refuse(f"has a transformer_layer_config that cannot be used: {reason}")
         if config.vocab_size != target.get_vocab_size():
             self._refuse(
                 f"drafts for a vocabulary of {config.vocab_size}; the target has "
@@ -102,8 +108,10 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         kinds = given.get("layer_types") or ["full_attention"] * config.num_hidden_layers
         window = given.get("sliding_window")
-        if "sliding_attention" in kinds and not isinstance(window, int):
-            self._refuse("has layers of type sliding_attention but states no sliding_window")
+        if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+            self._refuse(
+                f"has layers of type sliding_attention but states no sliding_window: {window}"
+            )
         config.layer_types = kinds
         config.sliding_window = window
         return config
@@ -116,10 +124,19 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         return int(width)
 
+    def _draft_vocab_size(self, found: SpeculatorsCheckpoint, target: ModelConfig) -> int:
+        size, most = found.config.get("draft_vocab_size", 32000), target.get_vocab_size()
+        if not isinstance(size, int) or not 1 <= size <= most:
+            self._refuse(
+                f"has draft_vocab_size {size!r}, which must be 1 to {most}, the target's tokens"
+            )
+        return size
+
     def _checked_layer_ids(self, key: str, ids: Any, num_layers: int) -> tuple[int, ...]:
         """Ascending."""
-        outside = [i for i in ids if not isinstance(i, int) or not 0 <= i <= num_layers]
-        if outside or len(set(ids)) != len(ids) or not ids:
+        numbers = ids if isinstance(ids, list) else []
+        outside = [i for i in numbers if not isinstance(i, int) or not 0 <= i <= num_layers]
+        if outside or len(set(numbers)) != len(numbers) or not numbers:
             self._refuse(
                 f"reads hidden states {ids}: {key} must be distinct numbers from 0 (embeddings) to "
                 f"{num_layers}, the target's layers"

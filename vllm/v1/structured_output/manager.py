@@ -68,13 +68,15 @@ class StructuredOutputManager:
         vocab_size = self._model_config.get_vocab_size()
         allowed = params.allowed_token_ids
         reasoning = params.structured_outputs.reasoning
-        compiled = self._compiled((spec, special_as_text), list(params.eos_token_ids or ()))
+        # Tokenizers and generation configs may name tokens that the model does not have.
+        ends = [token for token in params.eos_token_ids or () if token < vocab_size]
+        compiled = self._compiled((spec, special_as_text), ends)
         if reasoning is not None:
             compiled.add_done_callback(partial(_prepare_spelling, reasoning.end.encode()))
         return RequestGrammar(
             compiled,
             vocab_size,
-            list(params.eos_token_ids or ()),
+            ends,
             params.min_tokens,
             params.stop_token_ids,
             None if allowed is None else pack_tokens(allowed, vocab_size),

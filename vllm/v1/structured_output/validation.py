@@ -60,10 +60,11 @@ class StructuredOutputValidator:
                 "with allowed_token_ids",
                 _PARAMETER,
             )
-        if not params.eos_token_ids:
+        if not any(token < self._vocab_size for token in params.eos_token_ids or ()):
             raise VLLMValidationError(
                 "structured_outputs need an end-of-sequence token, but neither the tokenizer nor "
-                "the checkpoint's generation config names one",
+                "the checkpoint's generation config names one of the model's "
+                f"{self._vocab_size} tokens",
                 _PARAMETER,
             )
         _check_options(constraint)
