@@ -44,3 +44,23 @@ def test_rotations_of_a_part_of_each_head(
     """transformers rotates all of a head in these families, whatever the factor is."""
     with pytest.raises(VLLMValidationError, match=r"partial_rotary_factor 0\.5 is not supported"):
         build(family, tmp_path, {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "message"),
+    [
+        ("qwen3_next", "shared_expert_intermediate_size", 0, "shared_expert_intermediate_size 0"),
+        ("qwen3_5_moe", "shared_expert_intermediate_size", 0, "shared_expert_intermediate_size 0"),
+        ("mixtral", "hidden_act", "gelu", "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ("deepseek_v3", "n_group", 8, "8 experts in 8 groups: .* it needs two"),
+        ("deepseek_v3", "num_experts_per_tok", 8, "8 experts of 8 in 4 groups"),
+        ("deepseek_v3", "topk_group", 5, "5 groups of experts of 4"),
+        ("qwen3", "layer_types", ["chunked_attention"] * 4, "layer 0 has type 'chunked_attention'"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    family: str, field: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    """As an error of the user's, which the command line says in one line."""
+    with pytest.raises(VLLMValidationError, match=message):
+        build(family, tmp_path, {field: value})

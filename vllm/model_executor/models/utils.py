@@ -102,7 +102,9 @@ def sliding_window(config: PretrainedConfig, layer_index: int) -> int | None:
     kind = config.layer_types[layer_index]
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kind not in windows:
-        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}")
+        raise VLLMValidationError(
+            f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}", "model"
+        )
     return windows[kind]
 
 
