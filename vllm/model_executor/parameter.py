@@ -59,7 +59,7 @@ class ExpertStack:
 
         Raises WeightShapeError.
         """
-        if len(loaded) != self.num_experts:
+        if loaded.dim() == 0 or len(loaded) != self.num_experts:
             raise WeightShapeError((self.num_experts, *loaded.shape[1:]), loaded.shape)
         first = self.experts[0]
         if self.experts == tuple(range(first, first + self.count)):

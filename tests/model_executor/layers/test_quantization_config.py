@@ -17,6 +17,10 @@ from vllm.model_executor.layers.quantization.fp8_config import (
 )
 from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
+from vllm.model_executor.models.decoder import CausalLM
+from vllm.model_executor.models.deepseek_v3 import DeepseekV3ForCausalLM
+from vllm.model_executor.models.kimi_linear import KimiLinearForCausalLM
+from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM
 from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
 
 LAYER = nn.Module()
@@ -164,6 +168,37 @@ def test_excluded_modules(entry: str, prefix: str, expected: bool) -> None:
     assert isinstance(method, UnquantizedLinearMethod) is expected
     config.use_names(Qwen3_5ForCausalLM.fused_names, Qwen3_5ForCausalLM.weights_mapper)
     assert config.is_excluded(prefix) is expected
+
+
+@pytest.mark.parametrize(
+    "model,entry,prefix",
+    [
+        (
+            Qwen3_5ForCausalLM,
+            r"re:model\.language_model\.layers\.\d+\.mlp\..*",
+            "model.layers.1.mlp.down_proj",
+        ),
+        (Qwen3_5ForCausalLM, "model.language_model.*.mlp", "model.layers.1.mlp.down_proj"),
+        (DeepseekV3ForCausalLM, "re:.*shared_experts.*", "model.layers.1.mlp.shared_expert.down"),
+        (
+            KimiLinearForCausalLM,
+            r"re:.*block_sparse_moe\.shared_experts\..*",
+            "model.layers.1.mlp.shared_expert.down_proj",
+        ),
+        (
+            NemotronHForCausalLM,
+            "backbone.layers.*.mixer.shared_experts*",
+            "model.layers.1.mixer.shared_expert.down_proj",
+        ),
+    ],
+)
+def test_patterns_are_of_the_checkpoints_names(
+    model: type[CausalLM], entry: str, prefix: str
+) -> None:
+    config = Fp8Config(excluded=[entry])
+    config.use_names(model.fused_names, model.weights_mapper)
+    assert config.is_excluded(prefix)
+    assert not config.is_excluded("model.layers.1.self_attn.o_proj")
 
 
 def test_layers_fused_in_the_checkpoint_are_listed_as_such() -> None:

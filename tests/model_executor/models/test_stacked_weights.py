@@ -20,6 +20,7 @@ from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.interfaces import VllmModel
 from vllm.model_executor.models.qwen3_next import ungrouped
 from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError
+from vllm.model_executor.parameter import ExpertStack, WeightShapeError
 
 FUSED = (("gate_up_proj", "gate_proj", 0), ("gate_up_proj", "up_proj", 1), *Router.CHECKPOINT_NAMES)
 
@@ -217,3 +218,11 @@ def test_both_spellings_of_a_checkpoint_are_one_model(family: str) -> None:
         # The router's last rows are padding that nothing reads.
         rows = 8 if "router" in name else len(param)
         assert torch.equal(param[:rows], expected[name][:rows]), name
+
+
+@pytest.mark.parametrize("shape", [(), (2, 4)])
+def test_a_tensor_that_is_no_stack_of_all_experts(shape: tuple[int, ...]) -> None:
+    """One number for all of them, as a scale may be, is none either."""
+    stack = ExpertStack(num_experts=3, experts=(0, 1, 2), shared=False)
+    with pytest.raises(WeightShapeError, match=r"expected shape \[3.*found \["):
+        stack.part(torch.zeros(shape))

@@ -11,6 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from vllm.exceptions import VLLMValidationError
+
 
 @dataclass(frozen=True)
 class RoutingRule:
@@ -25,7 +27,7 @@ class RoutingRule:
     `scale`. A softmax over the chosen logits alone (Mixtral, gpt-oss) is "softmax", renormalised.
 
     Raises:
-        ValueError: more groups are kept than there are.
+        VLLMValidationError: more groups are kept than there are.
     """
 
     top_k: int
@@ -39,15 +41,20 @@ class RoutingRule:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(f"{self.top_groups} groups of experts of {self.num_groups}")
+            raise VLLMValidationError(f"{self.top_groups} groups of experts of {self.num_groups}")
 
     def check(self, num_experts: int) -> None:
-        """Raises ValueError where `num_experts` cannot be routed to by this rule."""
+        """Raises VLLMValidationError where `num_experts` cannot be routed to by this rule."""
         reachable = num_experts // self.num_groups * self.top_groups
         if num_experts % self.num_groups or not 1 <= self.top_k <= reachable:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"{self.top_k} experts of {num_experts} in {self.num_groups} groups, of which "
                 f"{self.top_groups} are looked at: groups must be equal and large enough"
+            )
+        if self.group_score == "top2" and num_experts < 2 * self.num_groups:
+            raise VLLMValidationError(
+                f"{num_experts} experts in {self.num_groups} groups: a group is as good as its "
+                "best two experts, so it needs two"
             )
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.moe import ClampedSwiglu, RoutingRule
+from vllm.model_executor.layers.activation import get_act_fn
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,26 @@ class MixtureShape:
     clamp: ClampedSwiglu | None = None
     hashed_vocab: int = 0
     may_stack_shared: bool = True
+
+    def check(self) -> None:
+        """Raises VLLMValidationError for experts that are not served."""
+        self.rule.check(self.num_experts)
+        if self.expert_biases and (self.stacks_shared or not self.gated):
+            raise VLLMValidationError(
+                "experts with biases: neither a shared expert among them nor experts "
+                "without gate are supported"
+            )
+        if not self.gated:
+            get_act_fn(self.hidden_act)
+        elif self.hidden_act != "silu":
+            raise VLLMValidationError(
+                f"experts: hidden_act {self.hidden_act!r} is not supported; supported: 'silu'"
+            )
+        if self.shared_gate and not self.shared_intermediate_size:
+            raise VLLMValidationError(
+                "shared_expert_intermediate_size 0 is not supported: the gate of a shared expert "
+                "needs one"
+            )
 
     @property
     def expert_width(self) -> int:

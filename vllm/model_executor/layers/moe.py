@@ -22,7 +22,6 @@ from vllm.forward_context import get_forward_context
 from vllm.kernels.moe import ExpertsProblem, Routing, RoutingProblem
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.kernels.tuning.shapes import ExpertsShape, KernelShapes, ReadsTiles
-from vllm.model_executor.layers.activation import get_act_fn
 from vllm.model_executor.layers.expert_copies import ExpertCopies
 from vllm.model_executor.layers.expert_exchange import ExpertExchange
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -218,18 +217,7 @@ class MixtureOfExperts(nn.Module, Communicates, ReadsTiles):
         quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__()
-        shape.rule.check(shape.num_experts)
-        if shape.expert_biases and (shape.stacks_shared or not shape.gated):
-            raise ValueError(
-                "experts with biases: neither a shared expert among them nor experts "
-                "without gate are supported"
-            )
-        if not shape.gated:
-            get_act_fn(shape.hidden_act)
-        elif shape.hidden_act != "silu":
-            raise ValueError(
-                f"experts: hidden_act {shape.hidden_act!r} is not supported; supported: 'silu'"
-            )
+        shape.check()
         method = _experts_method(quant_config, prefix)
         if _is_kept(quant_config, f"{prefix}.shared_expert.down_proj") != _is_kept(
             quant_config, f"{prefix}.experts"

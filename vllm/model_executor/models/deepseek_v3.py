@@ -22,7 +22,12 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
-from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, serves_only
+from vllm.model_executor.models.utils import (
+    extract_layer_index,
+    gated_mlp,
+    refuse_partial,
+    serves_only,
+)
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -78,8 +83,10 @@ def rope_and_scale(config: PretrainedConfig) -> tuple[dict[str, Any], float]:
 
     With `mscale_all_dim` the temperature of that strength, squared, is part of the scale, for it is
     meant for all dimensions; those that rotate have had `mscale` instead if both are given.
+    Raises VLLMValidationError for a rotation of a part of `qk_rope_head_dim`.
     """
     rope = dict(config.rope_parameters)
+    refuse_partial(rope)
     rotating, all_dims = rope.pop("mscale", None), rope.pop("mscale_all_dim", None)
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     if rope.get("rope_type", "default") == "default" or not all_dims:

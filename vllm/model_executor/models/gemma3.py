@@ -23,7 +23,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
+from vllm.model_executor.models.utils import LayerFactory, extract_layer_index, refuse_partial
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -65,11 +65,10 @@ class Gemma3DecoderLayer(DecoderLayer):
         config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
         kind = config.layer_types[extract_layer_index(prefix)]
-        rope = get_rope(
-            config.head_dim,
-            vllm_config.model_config.max_model_len,
-            rope_parameters=config.rope_parameters[kind],
-        )
+        max_model_len = vllm_config.model_config.max_model_len
+        parameters = config.rope_parameters[kind]
+        refuse_partial(parameters)
+        rope = get_rope(config.head_dim, max_model_len, rope_parameters=parameters)
         norm = partial(GemmaRMSNorm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm()
         shape = attention_shape(config, kind)

@@ -25,11 +25,11 @@ from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDelta
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
-from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import qwen3_5
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
-from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper
 
 
@@ -124,7 +124,7 @@ def rotation(vllm_config: VllmConfig, head_dim: int) -> RotaryEmbedding | None:
     rope = vllm_config.model_config.hf_text_config.rope_parameters
     if rope is None or rope.get("rope_theta") is None:
         return None
-    return get_rope(head_dim, vllm_config.model_config.max_model_len, rope_parameters=rope)
+    return rotary(vllm_config, head_dim)
 
 
 class OlmoHybridRecurrentLayer(DecoderLayer):

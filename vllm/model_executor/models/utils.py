@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small helpers of the model files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,21 +60,27 @@ def serves_only(config: PretrainedConfig, **served: Any) -> None:
             )
 
 
+def refuse_partial(rope: Mapping[str, Any]) -> None:
+    """Raises VLLMValidationError for a rotation of a part of each head: in transformers some
+    families turn such a part, and others all of the head."""
+    part = rope.get("partial_rotary_factor")
+    if part not in (None, 1.0):
+        raise VLLMValidationError(
+            f"partial_rotary_factor {part} is not supported by this family; supported: 1.0", "model"
+        )
+
+
 def rotary(
     vllm_config: VllmConfig, head_dim: int, *, may_be_partial: bool = False
 ) -> RotaryEmbedding:
     """The rotation of heads of `head_dim`, of families where all layers have one.
 
-    Raises VLLMValidationError for one of a part of each head, unless it `may_be_partial`: in
-    transformers some families turn such a part, and others all of the head.
+    Raises VLLMValidationError for one of a part of each head, unless it `may_be_partial`.
     """
     model = vllm_config.model_config
     rope = model.hf_text_config.rope_parameters or {}
-    part = rope.get("partial_rotary_factor")
-    if part not in (None, 1.0) and not may_be_partial:
-        raise VLLMValidationError(
-            f"partial_rotary_factor {part} is not supported by this family; supported: 1.0", "model"
-        )
+    if not may_be_partial:
+        refuse_partial(rope)
     return get_rope(head_dim, model.max_model_len, rope_parameters=rope)
 
 
@@ -96,7 +102,9 @@ def sliding_window(config: PretrainedConfig, layer_index: int) -> int | None:
     kind = config.layer_types[layer_index]
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kind not in windows:
-        raise ValueError(f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}")
+        raise VLLMValidationError(
+            f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}", "model"
+        )
     return windows[kind]
 
 

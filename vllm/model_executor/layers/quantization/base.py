@@ -97,6 +97,7 @@ class QuantizationConfig(ABC):
         self._excluded = self.excluded
         self._fused: dict[str, list[str]] = {}
         self._fused_into: dict[str, list[str]] = {}
+        self._mapper = WeightsMapper()
 
     def use_names(self, fused: Sequence[FusedName], mapper: WeightsMapper) -> None:
         """Learn how the model calls what the checkpoint names; called when the model is built."""
@@ -104,8 +105,9 @@ class QuantizationConfig(ABC):
         for module, source, _ in fused:
             self._fused.setdefault(module, []).append(source)
             self._fused_into.setdefault(source, []).append(module)
+        self._mapper = mapper
         # A mapper has parts of tensors' names, which go on behind a module's.
-        names = (n if n.startswith("re:") else mapper.map_name(f"{n}.") for n in self.excluded)
+        names = (n if _is_pattern(n) else mapper.map_name(f"{n}.") for n in self.excluded)
         self._excluded = tuple(name.removesuffix(".") for name in names if name is not None)
 
     def leaves_small(self, rows: int) -> bool:
@@ -140,12 +142,33 @@ class QuantizationConfig(ABC):
         parent, _, last = name.rpartition(".")
         fused = (f"{parent}.{module}" for module in self._fused_into.get(last, ()))
         names = [name, *fused]
-        return any(_matches(entry, each) for entry in self._excluded for each in names)
+        stored = {each for one in names for each in _stored_names(self._mapper, one)}
+        return any(
+            _matches(entry, each)
+            for entry in self._excluded
+            for each in (stored if _is_pattern(entry) else names)
+        )
+
+
+def _stored_names(mapper: WeightsMapper, name: str) -> set[str]:
+    """What a checkpoint may call the module that is called `name` here."""
+    target = f"{name}."
+    found = {target}
+    for old, new in mapper.orig_to_new_prefix.items():
+        found |= {old + each.removeprefix(new) for each in found if new and each.startswith(new)}
+    for old, new in mapper.orig_to_new_substr.items():
+        found |= {each.replace(new, old, 1) for each in found if new and new in each}
+    mapped = {each for each in found if mapper.map_name(each) == target}
+    return {each.removesuffix(".") for each in mapped | {target}}
+
+
+def _is_pattern(entry: str) -> bool:
+    return entry.startswith("re:") or "*" in entry
 
 
 def _matches(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), name) is not None
     if "*" in entry:
-        return fnmatch.fnmatchcase(name, entry)
+        return any(fnmatch.fnmatchcase(name, each) for each in (entry, f"{entry}.*"))
     return f".{entry}." in f".{name}."

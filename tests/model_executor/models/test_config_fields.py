@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of a config that change what transformers computes: served, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.model_executor.harness import make_config
+from tests.tiny_models import tiny_model
+from vllm.config import LoadConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.model_loader import get_model_loader
+
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_WHOLE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def build(family: str, directory: Path, fields: dict[str, Any]) -> None:
+    """The model of a config with other `fields`, without weights."""
+    config = json.loads((tiny_model(family) / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+    vllm_config = make_config(directory)
+    get_model_loader(LoadConfig()).build_model(vllm_config, vllm_config.model_config)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("deepseek_v2", _HALF),
+        ("deepseek_v3", _HALF),
+        ("gemma3", {"full_attention": _HALF, "sliding_attention": _WHOLE}),
+        ("granite_h_dense", _HALF),
+        ("llama", _HALF),
+        ("olmo_hybrid", _HALF),
+    ],
+)
+def test_rotations_of_a_part_of_each_head(
+    family: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers rotates all of a head in these families, whatever the factor is."""
+    with pytest.raises(VLLMValidationError, match=r"partial_rotary_factor 0\.5 is not supported"):
+        build(family, tmp_path, {"rope_parameters": rope})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "message"),
+    [
+        ("qwen3_next", "shared_expert_intermediate_size", 0, "shared_expert_intermediate_size 0"),
+        ("qwen3_5_moe", "shared_expert_intermediate_size", 0, "shared_expert_intermediate_size 0"),
+        ("mixtral", "hidden_act", "gelu", "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        ("deepseek_v3", "n_group", 8, "8 experts in 8 groups: .* it needs two"),
+        ("deepseek_v3", "num_experts_per_tok", 8, "8 experts of 8 in 4 groups"),
+        ("deepseek_v3", "topk_group", 5, "5 groups of experts of 4"),
+        ("qwen3", "layer_types", ["chunked_attention"] * 4, "layer 0 has type 'chunked_attention'"),
+    ],
+)
+def test_what_is_not_served_is_named(
+    family: str, field: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    """As an error of the user's, which the command line says in one line."""
+    with pytest.raises(VLLMValidationError, match=message):
+        build(family, tmp_path, {field: value})
