@@ -197,6 +197,20 @@ def test_rows_in_eight_bits(tmp_path: Path) -> None:
     assert 0 < (sample.hidden_states - STREAMS).norm() < 0.03 * STREAMS.norm()
 
 
+Refusal = Callable[[Path], str]
+
+
+@pytest.fixture
+def refusal(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refusal:
+    """What is said of a dataset that a drafter cannot be judged by."""
+
+    def refusal(dataset: Path) -> str:
+        assert run(target, write_eagle3(tmp_path / "drafter", target, TINY, FLAGS), dataset) == 1
+        return capsys.readouterr().err
+
+    return refusal
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -205,15 +219,9 @@ def test_rows_in_eight_bits(tmp_path: Path) -> None:
     ],
 )
 def test_datasets_of_other_layers(
-    layers: list[int] | None,
-    message: str,
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    layers: list[int] | None, message: str, refusal: Refusal, tmp_path: Path
 ) -> None:
-    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
-    assert run(target, drafter, write_dataset(tmp_path / "dataset", layers)) == 1
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refusal(write_dataset(tmp_path / "dataset", layers)))
 
 
 def damaged(path: Path, states: torch.Tensor) -> None:
@@ -243,38 +251,26 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
 def test_damaged_datasets(
-    damage: Callable[[Path], object],
-    message: str,
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object], message: str, refusal: Refusal, tmp_path: Path
 ) -> None:
-    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
     dataset = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
     damage(dataset)
-    assert run(target, drafter, dataset) == 1
-    said = capsys.readouterr().err
+    said = refusal(dataset)
     assert re.search(message, said) and "Traceback" not in said
 
 
 def test_a_dataset_of_another_vocabulary(
-    target: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    refusal: Refusal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "IDS", [*IDS[:-1], 5000])
-    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
-    assert run(target, drafter, write_dataset(tmp_path / "dataset", [1, 2, 3, 4])) == 1
-    assert "and token 5000; those of --model" in capsys.readouterr().err
+    said = refusal(write_dataset(tmp_path / "dataset", [1, 2, 3, 4]))
+    assert "and token 5000; those of --model" in said
 
 
 def test_a_directory_that_is_none(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refusal: Refusal, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS)
-    assert run(target, drafter, tmp_path) == 1
-    assert "has no extraction.json" in capsys.readouterr().err
+    assert "has no extraction.json" in refusal(tmp_path)
     assert main(["bench", "acceptance", "--model", str(target)]) == 1
     assert "--drafter must be given" in capsys.readouterr().err
 

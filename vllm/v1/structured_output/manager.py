@@ -17,7 +17,7 @@ from vllm.v1.structured_output.grammar import CompiledConstraint, RequestGrammar
 from vllm.v1.structured_output.mask_words import pack_tokens
 from vllm.v1.structured_output.reasoning_limit import TokenTexts
 from vllm.v1.structured_output.spec import GrammarKind, GrammarSpec
-from vllm.v1.structured_output.vocabulary import Utf8Guard, full_vocabulary
+from vllm.v1.structured_output.vocabulary import Utf8Guard, end_tokens, full_vocabulary
 
 if TYPE_CHECKING:
     import xgrammar
@@ -68,8 +68,7 @@ class StructuredOutputManager:
         vocab_size = self._model_config.get_vocab_size()
         allowed = params.allowed_token_ids
         reasoning = params.structured_outputs.reasoning
-        # Tokenizers and generation configs may name tokens that the model does not have.
-        ends = [token for token in params.eos_token_ids or () if token < vocab_size]
+        ends = end_tokens(params, vocab_size)
         compiled = self._compiled((spec, special_as_text), ends)
         if reasoning is not None:
             compiled.add_done_callback(partial(_prepare_spelling, reasoning.end.encode()))

@@ -17,7 +17,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.structured_output.json_schema import check_schema
 from vllm.v1.structured_output.spec import GrammarKind, GrammarSpec
-from vllm.v1.structured_output.vocabulary import added_token_vocabulary, byte_vocabulary
+from vllm.v1.structured_output.vocabulary import (
+    added_token_vocabulary,
+    byte_vocabulary,
+    end_tokens,
+)
 
 if TYPE_CHECKING:
     import xgrammar
@@ -60,7 +64,7 @@ class StructuredOutputValidator:
                 "with allowed_token_ids",
                 _PARAMETER,
             )
-        if not any(token < self._vocab_size for token in params.eos_token_ids or ()):
+        if not end_tokens(params, self._vocab_size):
             raise VLLMValidationError(
                 "structured_outputs need an end-of-sequence token, but neither the tokenizer nor "
                 "the checkpoint's generation config names one of the model's "

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import xgrammar
     from transformers import PreTrainedTokenizerBase
 
+    from vllm.sampling_params import SamplingParams
+
 #: lead byte -> first and last second byte that are wrong after it
 _WRONG_SECOND = {
     0xE0: (0x80, 0x9F),
@@ -62,6 +64,11 @@ class Utf8Guard:
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Tokens that `skip_special_tokens` leaves out of the text."""
     return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def end_tokens(params: SamplingParams, vocab_size: int) -> list[int]:
+    """What may end a text; tokenizers and generation configs name tokens the model has not."""
+    return [token for token in params.eos_token_ids or () if token < vocab_size]
 
 
 def full_vocabulary(
