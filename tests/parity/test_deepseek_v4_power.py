@@ -79,7 +79,9 @@ def _biased_weights(run: Any, problem: RoutingProblem) -> Routing:
     top_k, scale = problem.rule.top_k, problem.rule.scale
     logits = problem.logits[:, : problem.num_experts]
     scores = torch.nn.functional.softplus(logits).sqrt() + problem.bias
-    chosen = scores.gather(1, routing.experts[:, :top_k].long())
+    # While kernels are only noted, before a start, nothing has been routed.
+    named = routing.experts[:, :top_k].long().clamp(0, problem.num_experts - 1)
+    chosen = scores.gather(1, named)
     weights = routing.weights.clone()
     weights[:, :top_k] = chosen / chosen.sum(1, keepdim=True) * scale
     return Routing(weights, routing.experts)
