@@ -31,18 +31,16 @@ inline MapEncoder map_encoder() {
   return encoder;
 }
 
-// Boxes of `rows` rows in `matrices` matrices, swizzled by 128 bytes; data and strides are multiples
-// of 16 bytes. Returns what went wrong, or null.
-inline const char* encode_map(CUtensorMap& map, const Matrices& from, int matrices,
-                              int rows = 64) {
+// Boxes of 64 rows in `matrices` matrices, swizzled by 128 bytes; data and strides are multiples of
+// 16 bytes. Returns what went wrong, or null.
+inline const char* encode_map(CUtensorMap& map, const Matrices& from, int matrices) {
   const MapEncoder encode = map_encoder();
   if (encode == nullptr) return "the driver has no tensor maps";
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * 2; };
   const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(from.rows),
                               static_cast<cuuint64_t>(from.count)};
   const cuuint64_t strides[] = {bytes(from.row_stride), bytes(from.stride)};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(matrices)};
-  const cuuint32_t steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {64, 64, static_cast<cuuint32_t>(matrices)}, steps[] = {1, 1, 1};
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(from.data), sizes,
              strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
