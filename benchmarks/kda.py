@@ -55,10 +55,11 @@ def report(name: str, us: float, num_bytes: float) -> None:
     print(f"{line} {rate / PEAK_GB_PER_S:6.1%} of 4.8 TB/s", flush=True)
 
 
-def time_prefill(tokens: int, heads: int) -> None:
-    problem = prefill([tokens], [False], (heads, DIM, DIM), "cuda", BF16)
+def time_prefill(lengths: list[int], heads: int) -> None:
+    problem = prefill(lengths, [False] * len(lengths), (heads, DIM, DIM), "cuda", BF16)
     us = time_us(lambda: kernels.kda_prefill(problem))
-    report(f"prefill, {tokens} tokens, {heads} heads", us, 5.0 * tokens * heads * DIM * 2)
+    name = f"prefill, {len(lengths)} x {lengths[0]} tokens, {heads} heads"
+    report(name, us, 5.0 * sum(lengths) * heads * DIM * 2)
 
 
 def journal(num_seqs: int, heads: int) -> Journal:
@@ -121,8 +122,8 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true")
     if not parser.parse_args().no_check:
         check()
-    for heads in (96, 32):
-        time_prefill(8192, heads)
+    for count, heads in ((1, 96), (8, 96), (1, 32), (4, 32), (8, 32), (1, 8)):
+        time_prefill([8192 // count] * count, heads)
     for num_seqs, heads in ((64, 32), (64, 96), (256, 32)):
         time_decode(num_seqs, heads, deferred=True)
         time_decode(num_seqs, heads, deferred=False)
