@@ -71,6 +71,9 @@ class SpeculativeConfig:
     model: str | None = option(
         default=None, help="Directory or hub name of the draft checkpoint, or the word `ngram`."
     )
+    revision: str | None = option(
+        default=None, help="Branch, tag or commit of the draft checkpoint."
+    )
     draft_model_config: Any = option(
         default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
     )
@@ -89,7 +92,7 @@ class SpeculativeConfig:
     draft_settings: Any = option(default=None, flag=False, help="Of the drafter, if there is one.")
 
     def __post_init__(self) -> None:
-        self.method = resolve_method(self.method, self.model, others=(EXTRACT,))
+        self.method = resolve_method(self.method, self.model, self.revision, others=(EXTRACT,))
         if self.disable_padded_drafter_batch:
             refuse(
                 "disable_padded_drafter_batch", f"is not allowed with method {self.method}", True

@@ -344,8 +344,8 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
         "model", found.verifier, f"{draft} is a draft checkpoint ({found.method}) of it", draft
     )
     given = args.speculative_values() or {}
-    _check_drafts_with(found, given)
-    own: dict[str, Any] = {"method": found.method, "model": draft}
+    _check_drafts_with(found, args.revision, given)
+    own: dict[str, Any] = {"method": found.method, "model": draft, "revision": args.revision}
     if given.get("num_speculative_tokens") is None:
         own["num_speculative_tokens"] = found.num_speculative_tokens
     return {
@@ -358,12 +358,22 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
     }
 
 
-def _check_drafts_with(found: SpeculatorsCheckpoint, given: Mapping[str, Any]) -> None:
+def _check_drafts_with(
+    found: SpeculatorsCheckpoint, revision: str | None, given: Mapping[str, Any]
+) -> None:
     """`VLLMValidationError` if the keys `given` of a `speculative_config` want another drafter than
-    the served checkpoint."""
+    the served checkpoint at `revision`."""
     method, model = given.get("method"), given.get("model")
     what = f"where the draft checkpoint {found.path} is served; serve {found.verifier} instead"
     if method is not None and ALIASES.get(method, method) != found.method:
         refuse("method", f"must be absent or {found.method} {what}, got {method}", method)
     if model is not None and Path(model).resolve() != Path(found.path).resolve():
         refuse("model", f"must be absent {what}, got {model}", model)
+    asked = given.get("revision")
+    if asked not in (None, revision):
+        refuse(
+            "revision",
+            f"must be absent where the draft checkpoint {found.path} is served, at --revision "
+            f"({revision}), got {asked}",
+            asked,
+        )

@@ -90,13 +90,19 @@ ALIASES: Mapping[str, str] = {
 }
 
 
-def resolve_method(method: str | None, model: str | None, others: tuple[str, ...] = ()) -> str:
-    """The method that is meant by `method`, or without one by `model`: a key of `DRAFT_METHODS` or
-    one of `others`. `VLLMValidationError` for any other, naming what there is."""
+def resolve_method(
+    method: str | None,
+    model: str | None,
+    revision: str | None = None,
+    others: tuple[str, ...] = (),
+) -> str:
+    """The method that is meant by `method`, or without one by `model` at `revision`: a key of
+    `DRAFT_METHODS` or one of `others`. `VLLMValidationError` for any other, naming what there is.
+    """
     if method is None and model == "ngram":
         return "ngram"
     if method is None and model is not None:
-        method = _method_of(model)
+        method = _method_of(model, revision)
     if method is not None and method in ALIASES:
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
@@ -114,12 +120,12 @@ def check_asked(given: Mapping[str, Any]) -> None:
     check_served(given, tuple(DRAFT_METHODS))
 
 
-def _method_of(model: str) -> str:
+def _method_of(model: str, revision: str | None) -> str:
     """What the checkpoint `model` drafts with."""
     from vllm.transformers_utils.config import read_config_dict
     from vllm.transformers_utils.speculators import parse_speculators
 
-    raw = read_config_dict(model)
+    raw = read_config_dict(model, revision=revision)
     found = parse_speculators(model, raw)
     method = found.method if found else method_of_config(raw) or "draft_model"
     decisions.record("speculative method", method, f"the kind of checkpoint that {model} is")

@@ -63,6 +63,11 @@ class DraftSettings:
         return None
 
     @property
+    def checkpoint_revision(self) -> str | None:
+        """Branch, tag or commit of `checkpoint`."""
+        return None
+
+    @property
     def layer_ids(self) -> tuple[int, ...]:
         """The residual streams of the target that the drafter reads, ascending."""
         return ()

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from typing_extensions import Self
 
-from vllm.config.draft_methods.base import DraftSettings, refuse
-from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
+from vllm.config.draft_methods.base import refuse
+from vllm.config.draft_methods.draft_checkpoint import (
+    DraftCheckpointSettings,
+    check_ranks,
+    draft_config,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +30,7 @@ _TRAINED_ON = "trained_on"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculatorsHeadSettings(DraftSettings):
+class SpeculatorsHeadSettings(DraftCheckpointSettings):
     """A head with a checkpoint of its own, `model`, that reads residual streams of the target."""
 
     reads_target: ClassVar[bool] = True
@@ -34,8 +38,6 @@ class SpeculatorsHeadSettings(DraftSettings):
     #: types of draft layers that the head's model has
     layer_models: ClassVar[tuple[str, ...]]
 
-    model: str | None = None
-    draft_tensor_parallel_size: int | None = None
     #: the head's `ModelConfig`, once resolved
     draft: Any = field(default=None, init=False)
 
@@ -43,10 +45,6 @@ class SpeculatorsHeadSettings(DraftSettings):
         super().__post_init__()
         if self.model is None:
             refuse("model", f"must be given with method {self.method}: the draft checkpoint", None)
-
-    @property
-    def checkpoint(self) -> str | None:
-        return self.model
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -59,7 +57,7 @@ class SpeculatorsHeadSettings(DraftSettings):
 
         assert self.model is not None
         check_ranks(self.draft_tensor_parallel_size, parallel)
-        found = parse_speculators(self.model, read_config_dict(self.model))
+        found = parse_speculators(self.model, read_config_dict(self.model, revision=self.revision))
         if found is None or found.method != self.method:
             refuse(
                 "model",
@@ -70,7 +68,8 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         head = self._head_config(found, target)
         settings = replace(self, num_speculative_tokens=self._num_tokens(found, head))
-        object.__setattr__(settings, "draft", draft_config(target, self.model, head))
+        draft = draft_config(target, self.model, self.revision, head)
+        object.__setattr__(settings, "draft", draft)
         return settings
 
     @abstractmethod
