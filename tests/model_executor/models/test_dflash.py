@@ -259,6 +259,12 @@ def test_logits_are_the_references(name: str, target: Path, tmp_path: Path) -> N
     [
         ({"mask_token_id": None}, 0, "lacks mask_token_id"),
         ({"mask_token_id": 10**6}, 0, "has mask_token_id 1000000, no token of the target"),
+        ({"mask_token_id": -1}, 0, "has mask_token_id -1, no token of the target"),
+        ({"mask_token_id": True}, 0, "has mask_token_id True, no token of the target"),
+        ({"draft_vocab_size": True}, 0, "has draft_vocab_size True, which must be 1 to"),
+        ({"aux_hidden_state_layer_ids": [True, 2, 3]}, 0, "must be distinct numbers from 0"),
+        ({"trained_on": {"layers": [True, 2, 3, 4]}}, 0, "must have the dataset's layer ids"),
+        ({"speculators_model_type": "dspark", "markov_rank": True}, 0, "has markov_rank True, whi"),
         ({"aux_hidden_state_layer_ids": None}, 0, "lacks aux_hidden_state_layer_ids"),
         ({"aux_hidden_state_layer_ids": [1, 9]}, 0, "must be distinct numbers from 0"),
         ({"block_size": 1}, 0, "blocks have two tokens or more"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.config.model import ModelConfig
@@ -31,6 +31,11 @@ class DraftCheckpointSettings(DraftSettings):
     @property
     def checkpoint_revision(self) -> str | None:
         return self.revision
+
+
+def is_number(value: Any) -> TypeGuard[int]:
+    """Whether a value of a checkpoint's config is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_ranks(asked: int | None, parallel: ParallelConfig | None) -> None:

@@ -14,6 +14,7 @@ from vllm.config.draft_methods.draft_checkpoint import (
     DraftCheckpointSettings,
     check_ranks,
     draft_config,
+    is_number,
 )
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class SpeculatorsHeadSettings(DraftCheckpointSettings):
             )
         kinds = given.get("layer_types") or ["full_attention"] * config.num_hidden_layers
         window = given.get("sliding_window")
-        if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+        if "sliding_attention" in kinds and not (is_number(window) and window > 0):
             self._refuse(
                 f"has layers of type sliding_attention but states no sliding_window: {window}"
             )
@@ -125,7 +126,7 @@ class SpeculatorsHeadSettings(DraftCheckpointSettings):
 
     def _draft_vocab_size(self, found: SpeculatorsCheckpoint, target: ModelConfig) -> int:
         size, most = found.config.get("draft_vocab_size", 32000), target.get_vocab_size()
-        if not isinstance(size, int) or not 1 <= size <= most:
+        if not is_number(size) or not 1 <= size <= most:
             self._refuse(
                 f"has draft_vocab_size {size!r}, which must be 1 to {most}, the target's tokens"
             )
@@ -134,7 +135,7 @@ class SpeculatorsHeadSettings(DraftCheckpointSettings):
     def _checked_layer_ids(self, key: str, ids: Any, num_layers: int) -> tuple[int, ...]:
         """Ascending."""
         numbers = ids if isinstance(ids, list) else []
-        outside = [i for i in numbers if not isinstance(i, int) or not 0 <= i <= num_layers]
+        outside = [i for i in numbers if not is_number(i) or not 0 <= i <= num_layers]
         if outside or len(set(numbers)) != len(numbers) or not numbers:
             self._refuse(
                 f"reads hidden states {ids}: {key} must be distinct numbers from 0 (embeddings) to "
@@ -150,7 +151,7 @@ class SpeculatorsHeadSettings(DraftCheckpointSettings):
         if data is None:
             return
         layers = data.get("layers") if isinstance(data, dict) else None
-        if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
+        if not isinstance(layers, list) or not all(is_number(i) for i in layers):
             self._refuse(f"says {_TRAINED_ON} {data}: it must have the dataset's layer ids, layers")
         if layers != [*ids, num_layers]:
             self._refuse(
