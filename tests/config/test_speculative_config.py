@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.config.draft_methods import ALIASES, DRAFT_METHODS, NOT_SERVED
+from vllm.config.draft_methods import ALIASES, DRAFT_METHODS, NOT_SERVED, settings_of
 from vllm.config.draft_methods.base import DraftSettings
 from vllm.config.draft_methods.replay import ReplaySettings
 from vllm.config.draft_methods.stated_keys import STATED_KEYS
@@ -203,6 +203,20 @@ def test_every_method_names_its_classes(method: str) -> None:
     assert issubclass(resolve_class(named.drafter), Drafter)
     allowed = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     assert {field.name for field in dataclasses.fields(settings) if field.init} <= allowed
+
+
+@pytest.mark.parametrize("method", DRAFT_METHODS)
+def test_no_number_of_drafts_is_not_zero(method: str) -> None:
+    settings = resolve_class(DRAFT_METHODS[method].settings)
+    with pytest.raises(VLLMValidationError, match="must be 1 to 15, got 0"):
+        settings_of(method, {"num_speculative_tokens": 0})
+    with pytest.raises(VLLMValidationError, match="must be 1 to 15, got 0"):
+        settings(num_speculative_tokens=0)
+    if settings.knows_num_tokens:
+        assert settings(model="x").num_speculative_tokens is None
+    else:
+        with pytest.raises(VLLMValidationError, match=f"must be given with method {method}"):
+            settings()
 
 
 @pytest.mark.parametrize(

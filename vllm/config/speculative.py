@@ -104,7 +104,7 @@ class SpeculativeConfig:
         if self.target_model_config is not None:
             settings = settings.resolved(self.target_model_config, self.target_parallel_config)
         self.draft_settings = settings
-        self.num_speculative_tokens = settings.num_speculative_tokens or None
+        self.num_speculative_tokens = settings.num_speculative_tokens
 
     @classmethod
     def of(
@@ -211,7 +211,7 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """Draft tokens that a step verifies, or of extraction counts as if it did."""
         settings: DraftSettings | None = self.draft_settings
-        return settings.num_speculative_tokens if settings else self.num_speculative_tokens or 0
+        return settings.num_drafts if settings else self.num_speculative_tokens or 0
 
     def use_eagle(self) -> bool:
         """Whether a drafter reads the target's hidden states (eagle, eagle3, mtp, dflash)."""

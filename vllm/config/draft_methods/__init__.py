@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm import decisions
-from vllm.config.draft_methods.base import MOST_DRAFTS, DraftSettings, refuse
+from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.utils.class_registry import resolve_class
 
 _HEADS = "eagle3, dflash or the target's own mtp head"
@@ -144,11 +144,6 @@ def settings_of(method: str, given: Mapping[str, Any]) -> DraftSettings:
             refuse(
                 key, f"does not go with method {method}, which has {', '.join(known)}", given[key]
             )
-    count = given.get("num_speculative_tokens")
-    if count is None and not kind.knows_num_tokens:
-        refuse("num_speculative_tokens", f"must be given with method {method}", None)
-    if count == 0:
-        refuse("num_speculative_tokens", f"must be 1 to {MOST_DRAFTS}, got 0", count)
     settings: DraftSettings = kind(**given)
     return settings
 

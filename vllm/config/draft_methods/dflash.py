@@ -35,7 +35,7 @@ class DFlashSettings(SpeculatorsHeadSettings):
 
     def _num_tokens(self, found: SpeculatorsCheckpoint, head: DFlashConfig) -> int:
         asked = self.num_speculative_tokens
-        if asked > head.num_drafts:
+        if asked is not None and asked > head.num_drafts:
             refuse(
                 "num_speculative_tokens",
                 f"must be at most {head.num_drafts}, the drafts in a block of {self.model}, got "

@@ -43,7 +43,7 @@ class DraftModelSettings(DraftCheckpointSettings):
 
     @property
     def lookahead_tokens(self) -> int:
-        return self.num_speculative_tokens
+        return self.num_drafts
 
     @property
     def model_config(self) -> ModelConfig | None:

@@ -33,7 +33,7 @@ class MtpSettings(DraftCheckpointSettings):
 
     @property
     def lookahead_tokens(self) -> int:
-        return max(self.num_speculative_tokens - 1, 0)
+        return self.num_drafts - 1
 
     def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
         check_ranks(self.draft_tensor_parallel_size, parallel)
@@ -47,7 +47,8 @@ class MtpSettings(DraftCheckpointSettings):
             )
         num_tokens = self.num_speculative_tokens
         if self.model is not None and Path(self.model).resolve() != Path(target.model).resolve():
-            return replace(self, num_speculative_tokens=num_tokens or self._tokens_of(self.model))
+            usual = self._tokens_of(self.model)
+            return replace(self, num_speculative_tokens=num_tokens or usual)
         self._check_own_head(target)
         return replace(self, model=None, revision=None, num_speculative_tokens=num_tokens or 1)
 
