@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from vllm.config import ModelConfig, ParallelConfig, SpeculativeConfig
-from vllm.config.draft_methods import ALIASES, DRAFT_METHODS, NOT_SERVED
+from vllm.config.draft_methods import ALIASES, DRAFT_METHODS, NOT_SERVED, settings_of
 from vllm.config.draft_methods.base import DraftSettings
 from vllm.config.draft_methods.replay import ReplaySettings
+from vllm.config.draft_methods.stated_keys import STATED_KEYS
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.class_registry import resolve_class
 from vllm.v1.spec_decode.drafter import Drafter
@@ -92,7 +93,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (given([5]), r"out of range: \[5\]; this model has 4 layers"),
     (given([-1, 2]), r"out of range: \[-1\]"),
     (given(model="x"), "there is no draft model"),
-    (given(disable_padded_drafter_batch=True), "disable_padded_drafter_batch"),
     (given(draft_tensor_parallel_size=2), "draft_tensor_parallel_size must be 1"),
     (given(prompt_lookup_max=3), "prompt_lookup_max does not go with method extract"),
     (given(drafter={"method": "replay"}), "num_speculative_tokens must be given"),
@@ -115,10 +115,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (ngram(prompt_lookup_max=2, prompt_lookup_min=3), "must be at most prompt_lookup_max, 2; got"),
     (ngram(prompt_lookup_max=0), "prompt_lookup_max must be 1 to 64, got 0"),
     (ngram(draft_tensor_parallel_size=1), "draft_tensor_parallel_size does not go with"),
-    (
-        {"method": "replay", "num_speculative_tokens": 2, "disable_padded_drafter_batch": True},
-        "disable_padded_drafter_batch is not allowed with method replay",
-    ),
 ]
 
 
@@ -128,6 +124,48 @@ def test_refused(llama: str, values: dict[str, Any], message: str) -> None:
         make(ModelConfig(llama), values)
     parameter = caught.value.parameter or ""
     assert parameter.startswith("speculative_config") or parameter in (values["drafter"] or {})
+
+
+def build(model: ModelConfig, values: dict[str, Any]) -> SpeculativeConfig:
+    return SpeculativeConfig.of(values, model, ParallelConfig(), "--speculative-config")
+
+
+@pytest.mark.parametrize("keys", [ngram(), given()])
+def test_keys_that_say_what_is_done_anyway(llama: str, keys: dict[str, Any]) -> None:
+    """As other releases' users write them; they change nothing, beside extraction either."""
+    model = ModelConfig(llama, max_model_len=64, enforce_eager=True)
+    stated = dict.fromkeys(STATED_KEYS) | {
+        "disable_padded_drafter_batch": False,
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "parallel_drafting": False,
+        "rejection_sample_method": "strict",
+    }
+    assert build(model, {**keys, **stated}).as_given() == build(model, keys).as_given()
+    beside = build(model, given(drafter={**ngram(), **stated}))
+    assert beside.draft_settings == SpeculativeConfig(**ngram()).draft_settings
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention_backend", "FLASH_ATTN", "must be absent: the drafter has the target's --att"),
+        ("disable_by_batch_size", 8, "must be absent: each step verifies as many drafts as pay"),
+        ("disable_padded_drafter_batch", True, "must be false: drafters always run on padded"),
+        ("enforce_eager", True, "must be the target's, False: --enforce-eager is for the drafter"),
+        ("max_model_len", 63, "must be a number from 64 on, the target's, .*; got 63"),
+        ("max_model_len", "64", "must be a number from 64 on, the target's, .*; got '64'"),
+        ("parallel_drafting", True, ": peagle is not supported; use dflash"),
+        ("quantization", "fp8", "must be absent: .* give a checkpoint that is not quantised; got"),
+        ("rejection_sample_method", "probabilistic", "must be strict: a draft is accepted if it"),
+        ("tensor_parallel_size", 1, "must be absent; write draft_tensor_parallel_size instead"),
+    ],
+)
+def test_keys_that_say_something_else(llama: str, key: str, value: Any, message: str) -> None:
+    model = ModelConfig(llama, max_model_len=64)
+    for keys in (ngram(**{key: value}), given(drafter=ngram(**{key: value}))):
+        with pytest.raises(VLLMValidationError, match=f"speculative_config.{key} ?{message}"):
+            build(model, keys)
 
 
 def test_a_drafter_has_its_own_settings() -> None:
@@ -165,6 +203,20 @@ def test_every_method_names_its_classes(method: str) -> None:
     assert issubclass(resolve_class(named.drafter), Drafter)
     allowed = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     assert {field.name for field in dataclasses.fields(settings) if field.init} <= allowed
+
+
+@pytest.mark.parametrize("method", DRAFT_METHODS)
+def test_no_number_of_drafts_is_not_zero(method: str) -> None:
+    settings = resolve_class(DRAFT_METHODS[method].settings)
+    with pytest.raises(VLLMValidationError, match="must be 1 to 15, got 0"):
+        settings_of(method, {"num_speculative_tokens": 0})
+    with pytest.raises(VLLMValidationError, match="must be 1 to 15, got 0"):
+        settings(num_speculative_tokens=0)
+    if settings.knows_num_tokens:
+        assert settings(model="x").num_speculative_tokens is None
+    else:
+        with pytest.raises(VLLMValidationError, match=f"must be given with method {method}"):
+            settings()
 
 
 @pytest.mark.parametrize(

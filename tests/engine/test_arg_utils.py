@@ -174,6 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"speculative_config": {**EXTRACTION, "tensor_parallel_size": 1}},
         "draft_tensor_parallel_size instead",
     ),
+    ({"speculative_config": {**EXTRACTION, "quantization": "fp8"}}, "speculative_config.quantiz"),
     ({"speculative_config": {**EXTRACTION, "target_model_config": 1}}, "unknown key 'target_model"),
     ({"speculative_config": 3}, "--speculative-config must be a JSON object"),
     ({"speculative_config": {}}, "none is not supported; supported: extract"),

@@ -59,6 +59,13 @@ def test_recurrent_state_dtype(tmp_path: Path, stated: str | None, given: Any, r
     assert (record(config, "mamba_ssm_cache_dtype") is not None) == (given == "auto")
 
 
+def test_what_is_not_served_of_a_generation_config_is_recorded_at_the_start(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"suppress_tokens": [7]}')
+    found = record(resolve(VllmConfig(model_config=ModelConfig(path))), "generation config")
+    assert found is not None and found.instead_of == "suppress_tokens: [7]"
+
+
 def test_dense_model_has_no_recurrent_dtype(llama: str) -> None:
     config = resolve(VllmConfig(model_config=ModelConfig(llama)))
     assert config.cache_config.mamba_ssm_cache_dtype == "auto"

@@ -111,6 +111,37 @@ def test_the_right_drafts_save_steps(make_engine: MakeEngine) -> None:
     assert widths == [9] + [4] * 10
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_accepted_drafts_are_part_of_the_completion(
+    async_scheduling: bool, make_engine: MakeEngine
+) -> None:
+    """Wherever it ends in a run of right drafts: seven of a step's eight tokens are drafts."""
+    plain = Run(engine(make_engine, 0))
+    (output,) = plain.generate(prompts((9,)), [24])
+    told, text = list(output.outputs[0].token_ids), output.outputs[0].text
+    config = {"method": "replay", "num_speculative_tokens": 7, "full_width": True}
+    llm = engine(make_engine, 0, speculative_config=config, async_scheduling=async_scheduling)
+    ends: list[dict[str, Any]] = [
+        *({"max_tokens": count} for count in range(1, 24)),
+        *({"max_tokens": 24, "stop_token_ids": [token]} for token in told),
+        *({"max_tokens": 24, "stop": [text[i : i + 2]]} for i in range(len(text) - 1)),
+    ]
+    fixed: dict[str, Any] = {"temperature": 0, "extra_args": {DRAFTS_KEY: told}}
+    params = [SamplingParams(ignore_eos=True, **fixed, **end) for end in ends]
+    batch = [TokensPrompt(prompt_token_ids=prompts((9,))[0])] * len(params)
+    lengths = set()
+    for output in llm.generate(batch, params, use_tqdm=False):
+        completion = output.outputs[0]
+        count = len(completion.token_ids)
+        accepted, rejected = completion.num_drafts or (0, 0)
+        # A request's first token, and its second where its drafts came too late, had no drafts.
+        undrafted = [1 + later + (count - 1 - later) // 8 for later in (0, 1)]
+        assert count - accepted in undrafted or count == 1
+        assert rejected >= 0 and accepted < count
+        lengths.add(count)
+    assert len(lengths) > 15
+
+
 def test_hidden_states_have_no_row_of_a_rejected_draft(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

@@ -110,7 +110,7 @@ def predict(args: AcceptanceArgs) -> RoundCounts:
 
     target = EngineArgs(model=args.model).create_engine_config().model_config
     settings = _settings(args, target)
-    depth = settings.num_speculative_tokens
+    depth = settings.num_drafts
     dataset = HiddenStateDataset.open(Path(args.dataset), args.num_samples)
     # The head of the target's own checkpoint reads its output.
     columns = dataset.columns_of(settings.layer_ids or (target.get_num_layers(),))

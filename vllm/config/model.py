@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt, ValidatorFunctionWrapHandler, WrapValidator
 
 from vllm import decisions
+from vllm.config.generation_defaults import record_generation_config, sampling_defaults
 from vllm.config.model_rules import (
     resolve_dtype,
     resolve_max_model_len,
@@ -22,15 +23,6 @@ from vllm.utils.options import FlagKind, config, option
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
-#: generation_config key -> SamplingParams field
-_SAMPLING_KEYS = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
 
 
 def _none_or(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
@@ -347,14 +339,13 @@ class ModelConfig:
             "eos_token_id": GenerationConfig.from_model_config(self.hf_config).eos_token_id
         }
 
+    def record_generation_config(self) -> None:
+        """Record what of the generation config is served in another way than it says."""
+        record_generation_config(self.try_get_generation_config(), self.override_generation_config)
+
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Default sampling parameters, named as in `SamplingParams`."""
-        settings = self.try_get_generation_config()
-        return {
-            field: settings[key]
-            for key, field in _SAMPLING_KEYS.items()
-            if settings.get(key) is not None
-        }
+        return sampling_defaults(self.try_get_generation_config(), self.override_generation_config)
 
 
 def _restore(cls: type[ModelConfig], trust_remote_code: bool, state: bytes) -> ModelConfig:

@@ -10,7 +10,9 @@ from typing import Any
 
 from vllm.config.draft_methods import check_asked, resolve_method, settings_of
 from vllm.config.draft_methods.base import DraftSettings, refuse
+from vllm.config.draft_methods.stated_keys import without_stated
 from vllm.config.model import ModelConfig
+from vllm.config.parallel import ParallelConfig
 from vllm.utils.options import check_keys, json_config, option
 
 EXTRACT = "extract_hidden_states"
@@ -25,7 +27,7 @@ FILLED_BY_ENGINE = (
     "draft_settings",
 )
 #: keys that are no settings of a method
-_NOT_SETTINGS = ("method", "drafter", "disable_padded_drafter_batch", *FILLED_BY_ENGINE)
+_NOT_SETTINGS = ("method", "drafter", *FILLED_BY_ENGINE)
 
 
 @json_config
@@ -71,6 +73,9 @@ class SpeculativeConfig:
     model: str | None = option(
         default=None, help="Directory or hub name of the draft checkpoint, or the word `ngram`."
     )
+    revision: str | None = option(
+        default=None, help="Branch, tag or commit of the draft checkpoint."
+    )
     draft_model_config: Any = option(
         default=None, help='`{"hf_config": {"eagle_aux_hidden_state_layer_ids": [...]}}`.'
     )
@@ -80,20 +85,13 @@ class SpeculativeConfig:
     draft_sample_method: str | None = option(
         default=None, help="How a draft model chooses tokens: `greedy` or `probabilistic`."
     )
-    disable_padded_drafter_batch: bool = option(
-        default=False, help="Only false is accepted: drafters run on padded batches."
-    )
     target_model_config: Any = option(default=None, flag=False, help="The served model.")
     target_parallel_config: Any = option(default=None, flag=False, help="Its parallel sizes.")
     draft_parallel_config: Any = option(default=None, flag=False, help="The drafter's.")
     draft_settings: Any = option(default=None, flag=False, help="Of the drafter, if there is one.")
 
     def __post_init__(self) -> None:
-        self.method = resolve_method(self.method, self.model, others=(EXTRACT,))
-        if self.disable_padded_drafter_batch:
-            refuse(
-                "disable_padded_drafter_batch", f"is not allowed with method {self.method}", True
-            )
+        self.method = resolve_method(self.method, self.model, self.revision, others=(EXTRACT,))
         if self.method == EXTRACT:
             self._check_extraction()
             self.draft_settings = self._settings_beside_extraction()
@@ -106,7 +104,21 @@ class SpeculativeConfig:
         if self.target_model_config is not None:
             settings = settings.resolved(self.target_model_config, self.target_parallel_config)
         self.draft_settings = settings
-        self.num_speculative_tokens = settings.num_speculative_tokens or None
+        self.num_speculative_tokens = settings.num_speculative_tokens
+
+    @classmethod
+    def of(
+        cls,
+        given: Mapping[str, Any],
+        target: ModelConfig | None,
+        parallel: ParallelConfig | None,
+        what: str,
+    ) -> SpeculativeConfig:
+        """From the keys that a user wrote into `what`, also those that choose nothing here."""
+        check_asked(given)
+        own = without_stated(given, target)
+        check_keys(cls, own, what, hidden=FILLED_BY_ENGINE)
+        return cls(**own, target_model_config=target, target_parallel_config=parallel)
 
     def as_given(self, hidden: tuple[str, ...] = FILLED_BY_ENGINE) -> dict[str, Any]:
         """What says all of it again: the keys that have a value, without the `hidden` ones."""
@@ -120,15 +132,13 @@ class SpeculativeConfig:
     def _settings_beside_extraction(self) -> DraftSettings | None:
         if self.drafter is None:
             return None
-        given = dict(self.drafter)
-        check_asked(given)
-        check_keys(SpeculativeConfig, given, "speculative_config.drafter", hidden=FILLED_BY_ENGINE)
-        if given.get("method") == EXTRACT:
+        if self.drafter.get("method") == EXTRACT:
             refuse("drafter", f"must have another method than {EXTRACT}", self.drafter)
-        beside = SpeculativeConfig(
-            **given,
-            target_model_config=self.target_model_config,
-            target_parallel_config=self.target_parallel_config,
+        beside = SpeculativeConfig.of(
+            self.drafter,
+            self.target_model_config,
+            self.target_parallel_config,
+            "speculative_config.drafter",
         )
         settings: DraftSettings = beside.draft_settings
         return settings
@@ -201,7 +211,7 @@ class SpeculativeConfig:
     def num_drafts(self) -> int:
         """Draft tokens that a step verifies, or of extraction counts as if it did."""
         settings: DraftSettings | None = self.draft_settings
-        return settings.num_speculative_tokens if settings else self.num_speculative_tokens or 0
+        return settings.num_drafts if settings else self.num_speculative_tokens or 0
 
     def use_eagle(self) -> bool:
         """Whether a drafter reads the target's hidden states (eagle, eagle3, mtp, dflash)."""

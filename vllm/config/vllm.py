@@ -154,7 +154,7 @@ class VllmConfig:
     @property
     def tokens_to_verify(self) -> int:
         """Tokens of a decoding request in one step, at most: its newest one and drafts."""
-        return 1 if self.drafter is None else 1 + self.drafter.num_speculative_tokens
+        return 1 if self.drafter is None else 1 + self.drafter.num_drafts
 
     @property
     def step_widths(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from vllm.config import (
     StructuredOutputsConfig,
     VllmConfig,
 )
-from vllm.config.draft_methods import ALIASES, check_asked
+from vllm.config.draft_methods import ALIASES
 from vllm.config.draft_methods.base import refuse
 from vllm.config.speculative import FILLED_BY_ENGINE
 from vllm.engine.batch_defaults import UsageContext, batch_limits
@@ -42,7 +42,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.dataclass_flags import FlagSpec, flag_specs
-from vllm.utils.options import build, check_keys, flag_name
+from vllm.utils.options import build, flag_name
 from vllm.utils.startup_phases import FIRST_OF_ENGINE, startup_phase
 
 if TYPE_CHECKING:
@@ -280,19 +280,10 @@ class EngineArgs(_Fields):
     def _speculative_config(
         self, model: ModelConfig, parallel: ParallelConfig
     ) -> SpeculativeConfig | None:
-        flag, values = "--speculative-config", self.speculative_values()
+        values = self.speculative_values()
         if values is None:
             return None
-        if "tensor_parallel_size" in values:
-            raise VLLMValidationError(
-                f"{flag}: write draft_tensor_parallel_size instead of tensor_parallel_size",
-                parameter="speculative_config.tensor_parallel_size",
-            )
-        check_asked(values)
-        check_keys(SpeculativeConfig, values, flag, hidden=FILLED_BY_ENGINE)
-        return SpeculativeConfig(
-            **values, target_model_config=model, target_parallel_config=parallel
-        )
+        return SpeculativeConfig.of(values, model, parallel, "--speculative-config")
 
 
 @dataclasses.dataclass
@@ -344,8 +335,8 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
         "model", found.verifier, f"{draft} is a draft checkpoint ({found.method}) of it", draft
     )
     given = args.speculative_values() or {}
-    _check_drafts_with(found, given)
-    own: dict[str, Any] = {"method": found.method, "model": draft}
+    _check_drafts_with(found, args.revision, given)
+    own: dict[str, Any] = {"method": found.method, "model": draft, "revision": args.revision}
     if given.get("num_speculative_tokens") is None:
         own["num_speculative_tokens"] = found.num_speculative_tokens
     return {
@@ -358,12 +349,22 @@ def target_of_draft(args: EngineArgs) -> dict[str, Any]:
     }
 
 
-def _check_drafts_with(found: SpeculatorsCheckpoint, given: Mapping[str, Any]) -> None:
+def _check_drafts_with(
+    found: SpeculatorsCheckpoint, revision: str | None, given: Mapping[str, Any]
+) -> None:
     """`VLLMValidationError` if the keys `given` of a `speculative_config` want another drafter than
-    the served checkpoint."""
+    the served checkpoint at `revision`."""
     method, model = given.get("method"), given.get("model")
     what = f"where the draft checkpoint {found.path} is served; serve {found.verifier} instead"
     if method is not None and ALIASES.get(method, method) != found.method:
         refuse("method", f"must be absent or {found.method} {what}, got {method}", method)
     if model is not None and Path(model).resolve() != Path(found.path).resolve():
         refuse("model", f"must be absent {what}, got {model}", model)
+    asked = given.get("revision")
+    if asked not in (None, revision):
+        refuse(
+            "revision",
+            f"must be absent where the draft checkpoint {found.path} is served, at --revision "
+            f"({revision}), got {asked}",
+            asked,
+        )

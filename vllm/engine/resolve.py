@@ -63,6 +63,7 @@ def _resolve(config: VllmConfig) -> None:
         if rules is not None:
             rules.verify_and_update_config(config)
         check_layout(config)
+        config.model_config.record_generation_config()
         _note_unused_flags(config)
         _resolve_expert_counts(config)
         _resolve_quantization(config)

@@ -45,7 +45,7 @@ class Drafting:
     def __init__(self, path: Path, target: Path, **fields: Any) -> None:
         config = make_config(target)
         settings = DFlashSettings(model=str(path), **fields).resolved(config.model_config, None)
-        progress = Progress.create(2, 1 + settings.num_speculative_tokens, torch.device("cpu"))
+        progress = Progress.create(2, 1 + settings.num_drafts, torch.device("cpu"))
         self.drafter = DFlashDrafter(config, settings, progress)
         self.target = get_model(config)
         self.head = self.drafter.build_model(self.target)
@@ -257,22 +257,36 @@ def test_logits_are_the_references(name: str, target: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "asked", "message"),
     [
-        ({"mask_token_id": None}, 0, "lacks mask_token_id"),
-        ({"mask_token_id": 10**6}, 0, "has mask_token_id 1000000, no token of the target"),
-        ({"aux_hidden_state_layer_ids": None}, 0, "lacks aux_hidden_state_layer_ids"),
-        ({"aux_hidden_state_layer_ids": [1, 9]}, 0, "must be distinct numbers from 0"),
-        ({"block_size": 1}, 0, "blocks have two tokens or more"),
-        ({"target_hidden_size": 32}, 0, "reads hidden states of 32"),
-        ({"layer_config": {"model_type": "llama"}}, 0, "draft layers of type llama"),
-        ({"speculators_model_type": "dspark", "markov_head_type": "gated"}, 0, "type gated, which"),
-        ({"speculators_model_type": "dflash2"}, 0, "of type dflash2, which is not supported"),
-        ({"layer_config": {"vocab_size": 99}}, 0, "drafts for a vocabulary of 99"),
-        ({"layer_config": {"hidden_size": 32}}, 0, "has layers of 32 on hidden states of 64"),
+        ({"mask_token_id": None}, None, "lacks mask_token_id"),
+        ({"mask_token_id": 10**6}, None, "has mask_token_id 1000000, no token of the target"),
+        ({"mask_token_id": -1}, None, "has mask_token_id -1, no token of the target"),
+        ({"mask_token_id": True}, None, "has mask_token_id True, no token of the target"),
+        ({"draft_vocab_size": True}, None, "has draft_vocab_size True, which must be 1 to"),
+        ({"aux_hidden_state_layer_ids": [True, 2, 3]}, None, "must be distinct numbers from 0"),
+        ({"trained_on": {"layers": [True, 2, 3, 4]}}, None, "must have the dataset's layer ids"),
+        (
+            {"speculators_model_type": "dspark", "markov_rank": True},
+            None,
+            "has markov_rank True, whi",
+        ),
+        ({"aux_hidden_state_layer_ids": None}, None, "lacks aux_hidden_state_layer_ids"),
+        ({"aux_hidden_state_layer_ids": [1, 9]}, None, "must be distinct numbers from 0"),
+        ({"block_size": 1}, None, "blocks have two tokens or more"),
+        ({"target_hidden_size": 32}, None, "reads hidden states of 32"),
+        ({"layer_config": {"model_type": "llama"}}, None, "draft layers of type llama"),
+        (
+            {"speculators_model_type": "dspark", "markov_head_type": "gated"},
+            None,
+            "type gated, which",
+        ),
+        ({"speculators_model_type": "dflash2"}, None, "of type dflash2, which is not supported"),
+        ({"layer_config": {"vocab_size": 99}}, None, "drafts for a vocabulary of 99"),
+        ({"layer_config": {"hidden_size": 32}}, None, "has layers of 32 on hidden states of 64"),
         ({}, 4, "must be at most 3, the drafts in a block"),
     ],
 )
 def test_what_is_refused(
-    config: dict[str, Any], asked: int, message: str, target: Path, tmp_path: Path
+    config: dict[str, Any], asked: int | None, message: str, target: Path, tmp_path: Path
 ) -> None:
     path = write_dflash(tmp_path, target, TINY, Block(), **config)
     settings = DFlashSettings(model=str(path), num_speculative_tokens=asked)

@@ -297,6 +297,14 @@ def test_what_does_not_fit(
         eagle3(target_path, path)
 
 
+def test_mtp_checks_the_checkpoint_whatever_number_is_asked_for(
+    target_path: Path, tmp_path: Path
+) -> None:
+    other = write_eagle3(tmp_path, target_path, GOLDEN)
+    with pytest.raises(VLLMValidationError, match="speculators checkpoint of type mtp with"):
+        mtp(target_path, model=str(other), num_speculative_tokens=2)
+
+
 def test_a_target_without_head(target_path: Path) -> None:
     with pytest.raises(VLLMValidationError, match="needs a checkpoint with a head of one layer"):
         mtp(target_path)

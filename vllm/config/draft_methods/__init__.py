@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm import decisions
-from vllm.config.draft_methods.base import MOST_DRAFTS, DraftSettings, refuse
+from vllm.config.draft_methods.base import DraftSettings, refuse
 from vllm.utils.class_registry import resolve_class
 
 _HEADS = "eagle3, dflash or the target's own mtp head"
@@ -90,13 +90,19 @@ ALIASES: Mapping[str, str] = {
 }
 
 
-def resolve_method(method: str | None, model: str | None, others: tuple[str, ...] = ()) -> str:
-    """The method that is meant by `method`, or without one by `model`: a key of `DRAFT_METHODS` or
-    one of `others`. `VLLMValidationError` for any other, naming what there is."""
+def resolve_method(
+    method: str | None,
+    model: str | None,
+    revision: str | None = None,
+    others: tuple[str, ...] = (),
+) -> str:
+    """The method that is meant by `method`, or without one by `model` at `revision`: a key of
+    `DRAFT_METHODS` or one of `others`. `VLLMValidationError` for any other, naming what there is.
+    """
     if method is None and model == "ngram":
         return "ngram"
     if method is None and model is not None:
-        method = _method_of(model)
+        method = _method_of(model, revision)
     if method is not None and method in ALIASES:
         decisions.record("speculative method", ALIASES[method], "another name of it", method)
         return ALIASES[method]
@@ -114,12 +120,12 @@ def check_asked(given: Mapping[str, Any]) -> None:
     check_served(given, tuple(DRAFT_METHODS))
 
 
-def _method_of(model: str) -> str:
+def _method_of(model: str, revision: str | None) -> str:
     """What the checkpoint `model` drafts with."""
     from vllm.transformers_utils.config import read_config_dict
     from vllm.transformers_utils.speculators import parse_speculators
 
-    raw = read_config_dict(model)
+    raw = read_config_dict(model, revision=revision)
     found = parse_speculators(model, raw)
     method = found.method if found else method_of_config(raw) or "draft_model"
     decisions.record("speculative method", method, f"the kind of checkpoint that {model} is")
@@ -138,11 +144,6 @@ def settings_of(method: str, given: Mapping[str, Any]) -> DraftSettings:
             refuse(
                 key, f"does not go with method {method}, which has {', '.join(known)}", given[key]
             )
-    count = given.get("num_speculative_tokens")
-    if count is None and not kind.knows_num_tokens:
-        refuse("num_speculative_tokens", f"must be given with method {method}", None)
-    if count == 0:
-        refuse("num_speculative_tokens", f"must be 1 to {MOST_DRAFTS}, got 0", count)
     settings: DraftSettings = kind(**given)
     return settings
 

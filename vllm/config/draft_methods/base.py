@@ -38,19 +38,28 @@ class DraftSettings:
     #: whether `resolved` can find out `num_speculative_tokens` where the user gave none
     knows_num_tokens: ClassVar[bool] = False
 
-    #: drafts of one request in one step, at most
-    num_speculative_tokens: int = 0
+    #: drafts of one request in one step, at most; None, where that is known, until `resolved`
+    num_speculative_tokens: int | None = None
     #: whether each step verifies as many, whether that pays or not
     full_width: bool = False
 
     def __post_init__(self) -> None:
-        count, unknown = self.num_speculative_tokens, self.knows_num_tokens
-        if not (1 <= count <= MOST_DRAFTS or (count == 0 and unknown)):
+        count = self.num_speculative_tokens
+        if count is None:
+            if not self.knows_num_tokens:
+                refuse("num_speculative_tokens", f"must be given with method {self.method}", None)
+        elif not 1 <= count <= MOST_DRAFTS:
             refuse("num_speculative_tokens", f"must be 1 to {MOST_DRAFTS}, got {count}", count)
 
     def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
         """These settings, complete and checked, for the served model."""
         return self
+
+    @property
+    def num_drafts(self) -> int:
+        """`num_speculative_tokens`, once it is known."""
+        assert self.num_speculative_tokens is not None
+        return self.num_speculative_tokens
 
     @property
     def model_config(self) -> ModelConfig | None:
@@ -60,6 +69,11 @@ class DraftSettings:
     @property
     def checkpoint(self) -> str | None:
         """Where the drafter's tensors are; None: in the target's checkpoint, or it has none."""
+        return None
+
+    @property
+    def checkpoint_revision(self) -> str | None:
+        """Branch, tag or commit of `checkpoint`."""
         return None
 
     @property

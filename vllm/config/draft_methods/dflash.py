@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm import decisions
 from vllm.config.draft_methods.base import MOST_DRAFTS, refuse
+from vllm.config.draft_methods.draft_checkpoint import is_number
 from vllm.config.draft_methods.speculators_head import SpeculatorsHeadSettings
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class DFlashSettings(SpeculatorsHeadSettings):
 
     def _num_tokens(self, found: SpeculatorsCheckpoint, head: DFlashConfig) -> int:
         asked = self.num_speculative_tokens
-        if asked > head.num_drafts:
+        if asked is not None and asked > head.num_drafts:
             refuse(
                 "num_speculative_tokens",
                 f"must be at most {head.num_drafts}, the drafts in a block of {self.model}, got "
@@ -66,7 +67,7 @@ class DFlashSettings(SpeculatorsHeadSettings):
             if raw.get(key) is None:
                 self._refuse(f"lacks {key} in its config")
         mask_id = raw["mask_token_id"]
-        if not isinstance(mask_id, int) or not 0 <= mask_id < layers.vocab_size:
+        if not is_number(mask_id) or not 0 <= mask_id < layers.vocab_size:
             self._refuse(f"has mask_token_id {mask_id!r}, no token of the target")
         num_layers = target.get_num_layers()
         ids = self._checked_layer_ids(_LAYER_IDS, raw[_LAYER_IDS], num_layers)
@@ -85,7 +86,7 @@ class DFlashSettings(SpeculatorsHeadSettings):
 
     def _markov_rank(self, raw: Mapping[str, Any]) -> int:
         rank, kind = raw.get("markov_rank", 256), raw.get("markov_head_type", "vanilla")
-        if not isinstance(rank, int) or rank < 0:
+        if not is_number(rank) or rank < 0:
             self._refuse(f"has markov_rank {rank!r}, which must be a number from 0 on")
         if rank and kind != "vanilla":
             self._refuse(
@@ -97,6 +98,6 @@ class DFlashSettings(SpeculatorsHeadSettings):
         return rank
 
     def _block_size(self, size: Any) -> int:
-        if not isinstance(size, int) or size < 2:
+        if not is_number(size) or size < 2:
             self._refuse(f"has block_size {size!r}; blocks have two tokens or more")
         return size

@@ -8,21 +8,23 @@ from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
-from vllm.config.draft_methods.base import DraftSettings, refuse
-from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
+from vllm.config.draft_methods.base import refuse
+from vllm.config.draft_methods.draft_checkpoint import (
+    DraftCheckpointSettings,
+    check_ranks,
+    draft_config,
+)
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelSettings(DraftSettings):
+class DraftModelSettings(DraftCheckpointSettings):
     """A smaller model of the same vocabulary; `model` is its checkpoint."""
 
     method: ClassVar[str] = "draft_model"
     is_draft_model: ClassVar[bool] = True
 
-    model: str | None = None
-    draft_tensor_parallel_size: int | None = None
     draft_sample_method: str = "greedy"
     #: its `ModelConfig`, once resolved
     draft: Any = field(default=None, init=False)
@@ -40,12 +42,8 @@ class DraftModelSettings(DraftSettings):
             )
 
     @property
-    def checkpoint(self) -> str | None:
-        return self.model
-
-    @property
     def lookahead_tokens(self) -> int:
-        return self.num_speculative_tokens
+        return self.num_drafts
 
     @property
     def model_config(self) -> ModelConfig | None:
@@ -56,7 +54,8 @@ class DraftModelSettings(DraftSettings):
 
         assert self.model is not None
         check_ranks(self.draft_tensor_parallel_size, parallel)
-        draft = draft_config(target, self.model, get_config(self.model, target.trust_remote_code))
+        config = get_config(self.model, target.trust_remote_code, self.revision)
+        draft = draft_config(target, self.model, self.revision, config)
         if draft.get_vocab_size() != target.get_vocab_size():
             self._refuse(
                 f"has a vocabulary of {draft.get_vocab_size()}, the target one of "

@@ -28,7 +28,7 @@ class Eagle3Settings(SpeculatorsHeadSettings):
 
     @property
     def lookahead_tokens(self) -> int:
-        return max(self.num_speculative_tokens - 1, 0)
+        return self.num_drafts - 1
 
     def _head_config(self, found: SpeculatorsCheckpoint, target: ModelConfig) -> Eagle3Config:
         from vllm.transformers_utils.configs.eagle3 import Eagle3Config

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from typing_extensions import Self
 
-from vllm.config.draft_methods.base import DraftSettings, refuse
-from vllm.config.draft_methods.draft_checkpoint import check_ranks
+from vllm.config.draft_methods.base import refuse
+from vllm.config.draft_methods.draft_checkpoint import DraftCheckpointSettings, check_ranks
 from vllm.config.model import ModelConfig
 from vllm.config.parallel import ParallelConfig
 
@@ -19,7 +19,7 @@ _KNOWN = ("qwen3_5_text",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpSettings(DraftSettings):
+class MtpSettings(DraftCheckpointSettings):
     """The target's own multi-token-prediction head, from the target's checkpoint.
 
     `model`: a speculators checkpoint of type mtp that has another head for the same target; absent
@@ -31,12 +31,9 @@ class MtpSettings(DraftSettings):
     num_ahead: ClassVar[int] = 1
     knows_num_tokens: ClassVar[bool] = True
 
-    model: str | None = None
-    draft_tensor_parallel_size: int | None = None
-
     @property
     def lookahead_tokens(self) -> int:
-        return max(self.num_speculative_tokens - 1, 0)
+        return self.num_drafts - 1
 
     def resolved(self, target: ModelConfig, parallel: ParallelConfig | None) -> Self:
         check_ranks(self.draft_tensor_parallel_size, parallel)
@@ -50,27 +47,33 @@ class MtpSettings(DraftSettings):
             )
         num_tokens = self.num_speculative_tokens
         if self.model is not None and Path(self.model).resolve() != Path(target.model).resolve():
-            num_tokens = num_tokens or self._tokens_of(self.model)
-        else:
-            num_layers = getattr(text, "mtp_num_hidden_layers", 0)
-            if num_layers != 1:
-                refuse(
-                    "method",
-                    f"mtp needs a checkpoint with a head of one layer; mtp_num_hidden_layers of "
-                    f"{target.model} is {num_layers}",
-                    self.method,
-                )
-        return replace(self, num_speculative_tokens=num_tokens or 1)
+            usual = self._tokens_of(self.model)
+            return replace(self, num_speculative_tokens=num_tokens or usual)
+        self._check_own_head(target)
+        return replace(self, model=None, revision=None, num_speculative_tokens=num_tokens or 1)
 
-    @property
-    def checkpoint(self) -> str | None:
-        return self.model
+    def _check_own_head(self, target: ModelConfig) -> None:
+        if self.revision not in (None, target.revision):
+            refuse(
+                "revision",
+                f"must be absent or --revision ({target.revision}) with the head in the target's "
+                f"checkpoint, got {self.revision}",
+                self.revision,
+            )
+        num_layers = getattr(target.hf_text_config, "mtp_num_hidden_layers", 0)
+        if num_layers != 1:
+            refuse(
+                "method",
+                f"mtp needs a checkpoint with a head of one layer; mtp_num_hidden_layers of "
+                f"{target.model} is {num_layers}",
+                self.method,
+            )
 
     def _tokens_of(self, model: str) -> int:
         from vllm.transformers_utils.config import read_config_dict
         from vllm.transformers_utils.speculators import parse_speculators
 
-        found = parse_speculators(model, read_config_dict(model))
+        found = parse_speculators(model, read_config_dict(model, revision=self.revision))
         if found is None or found.method != self.method:
             refuse(
                 "model",

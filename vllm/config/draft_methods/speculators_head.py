@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from typing_extensions import Self
 
-from vllm.config.draft_methods.base import DraftSettings, refuse
-from vllm.config.draft_methods.draft_checkpoint import check_ranks, draft_config
+from vllm.config.draft_methods.base import refuse
+from vllm.config.draft_methods.draft_checkpoint import (
+    DraftCheckpointSettings,
+    check_ranks,
+    draft_config,
+    is_number,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +31,7 @@ _TRAINED_ON = "trained_on"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculatorsHeadSettings(DraftSettings):
+class SpeculatorsHeadSettings(DraftCheckpointSettings):
     """A head with a checkpoint of its own, `model`, that reads residual streams of the target."""
 
     reads_target: ClassVar[bool] = True
@@ -34,8 +39,6 @@ class SpeculatorsHeadSettings(DraftSettings):
     #: types of draft layers that the head's model has
     layer_models: ClassVar[tuple[str, ...]]
 
-    model: str | None = None
-    draft_tensor_parallel_size: int | None = None
     #: the head's `ModelConfig`, once resolved
     draft: Any = field(default=None, init=False)
 
@@ -43,10 +46,6 @@ class SpeculatorsHeadSettings(DraftSettings):
         super().__post_init__()
         if self.model is None:
             refuse("model", f"must be given with method {self.method}: the draft checkpoint", None)
-
-    @property
-    def checkpoint(self) -> str | None:
-        return self.model
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ class SpeculatorsHeadSettings(DraftSettings):
 
         assert self.model is not None
         check_ranks(self.draft_tensor_parallel_size, parallel)
-        found = parse_speculators(self.model, read_config_dict(self.model))
+        found = parse_speculators(self.model, read_config_dict(self.model, revision=self.revision))
         if found is None or found.method != self.method:
             refuse(
                 "model",
@@ -70,7 +69,8 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         head = self._head_config(found, target)
         settings = replace(self, num_speculative_tokens=self._num_tokens(found, head))
-        object.__setattr__(settings, "draft", draft_config(target, self.model, head))
+        draft = draft_config(target, self.model, self.revision, head)
+        object.__setattr__(settings, "draft", draft)
         return settings
 
     @abstractmethod
@@ -108,7 +108,7 @@ class SpeculatorsHeadSettings(DraftSettings):
             )
         kinds = given.get("layer_types") or ["full_attention"] * config.num_hidden_layers
         window = given.get("sliding_window")
-        if "sliding_attention" in kinds and not (isinstance(window, int) and window > 0):
+        if "sliding_attention" in kinds and not (is_number(window) and window > 0):
             self._refuse(
                 f"has layers of type sliding_attention but states no sliding_window: {window}"
             )
@@ -126,7 +126,7 @@ class SpeculatorsHeadSettings(DraftSettings):
 
     def _draft_vocab_size(self, found: SpeculatorsCheckpoint, target: ModelConfig) -> int:
         size, most = found.config.get("draft_vocab_size", 32000), target.get_vocab_size()
-        if not isinstance(size, int) or not 1 <= size <= most:
+        if not is_number(size) or not 1 <= size <= most:
             self._refuse(
                 f"has draft_vocab_size {size!r}, which must be 1 to {most}, the target's tokens"
             )
@@ -135,7 +135,7 @@ class SpeculatorsHeadSettings(DraftSettings):
     def _checked_layer_ids(self, key: str, ids: Any, num_layers: int) -> tuple[int, ...]:
         """Ascending."""
         numbers = ids if isinstance(ids, list) else []
-        outside = [i for i in numbers if not isinstance(i, int) or not 0 <= i <= num_layers]
+        outside = [i for i in numbers if not is_number(i) or not 0 <= i <= num_layers]
         if outside or len(set(numbers)) != len(numbers) or not numbers:
             self._refuse(
                 f"reads hidden states {ids}: {key} must be distinct numbers from 0 (embeddings) to "
@@ -151,7 +151,7 @@ class SpeculatorsHeadSettings(DraftSettings):
         if data is None:
             return
         layers = data.get("layers") if isinstance(data, dict) else None
-        if not isinstance(layers, list) or not all(isinstance(i, int) for i in layers):
+        if not isinstance(layers, list) or not all(is_number(i) for i in layers):
             self._refuse(f"says {_TRAINED_ON} {data}: it must have the dataset's layer ids, layers")
         if layers != [*ids, num_layers]:
             self._refuse(

@@ -99,9 +99,11 @@ def agreement(config: VllmConfig) -> dict[str, str]:
 
 
 def _drafter(config: VllmConfig) -> dict[str, str]:
-    if config.drafter is None or config.drafter.checkpoint is None:
+    drafter = config.drafter
+    if drafter is None or drafter.checkpoint is None:
         return {}
-    return {"config.json of the drafter": _digest(read_config_dict(config.drafter.checkpoint))}
+    raw = read_config_dict(drafter.checkpoint, revision=drafter.checkpoint_revision)
+    return {"config.json of the drafter": _digest(raw)}
 
 
 def _weights_here(config: VllmConfig) -> dict[str, str]:

@@ -149,11 +149,11 @@ class MtpDrafter(HeadDrafter[MtpSettings]):
 
     @property
     def checkpoint(self) -> ModelConfig:
-        target, path = self.vllm_config.model_config, self.settings.checkpoint
-        if path is None:
+        target, settings = self.vllm_config.model_config, self.settings
+        if settings.checkpoint is None:
             return target
         own = copy.copy(target)
-        own.model, own.revision = path, None
+        own.model, own.revision = settings.checkpoint, settings.checkpoint_revision
         return own
 
 

@@ -94,7 +94,7 @@ def checkpoints(vllm_config: VllmConfig) -> list[tuple[str, str | None]]:
     model, drafter = vllm_config.model_config, vllm_config.drafter
     found: list[tuple[str, str | None]] = [(model.model, model.revision)]
     if drafter is not None and drafter.checkpoint is not None:
-        found.append((drafter.checkpoint, None))
+        found.append((drafter.checkpoint, drafter.checkpoint_revision))
     return found
 
 
@@ -120,11 +120,11 @@ def _drafter(vllm_config: VllmConfig) -> dict[str, Any] | None:
     drafter = vllm_config.drafter
     if drafter is None or not (drafter.reads_target or drafter.is_draft_model):
         return None
-    checkpoint = drafter.checkpoint
+    checkpoint, revision = drafter.checkpoint, drafter.checkpoint_revision
     own: dict[str, Any] = {}
     if checkpoint is not None:
-        own["model_config"] = _digest(read_config_dict(checkpoint))
-        own["weights"] = _weights(vllm_config, checkpoint, None)
+        own["model_config"] = _digest(read_config_dict(checkpoint, revision=revision))
+        own["weights"] = _weights(vllm_config, checkpoint, revision)
     return {"method": drafter.method, "layer_ids": list(drafter.layer_ids), **own}
 
 
