@@ -215,28 +215,6 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert ModelConfig(path, generation_config="vllm").get_diff_sampling_param() == {}
 
 
-@pytest.mark.parametrize(
-    ("found", "overrides", "expected"),
-    [
-        ({"do_sample": False}, {}, {"temperature": 0.0}),
-        ({"do_sample": False, "temperature": 0.6}, {}, {"temperature": 0.0}),
-        ({"do_sample": False}, {"temperature": 0.5}, {"temperature": 0.5}),
-        ({"do_sample": False}, {"do_sample": True}, {}),
-        ({"do_sample": True}, {"do_sample": False}, {"temperature": 0.0}),
-        ({"do_sample": False, "_from_model_config": True}, {}, {}),
-        ({"do_sample": True, "temperature": 0.6}, {}, {"temperature": 0.6}),
-    ],
-)
-def test_a_file_that_does_not_sample_is_greedy(
-    found: dict[str, Any], overrides: dict[str, Any], expected: dict[str, Any], tmp_path: Path
-) -> None:
-    path = write_config(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps(found))
-    model = ModelConfig(path, override_generation_config=overrides)
-    assert model.get_diff_sampling_param() == expected
-    assert ModelConfig(path, generation_config="vllm").get_diff_sampling_param() == {}
-
-
 def recorded(path: str, **options: Any) -> dict[str, str | None]:
     log = decisions.DecisionLog()
     with log.current():
@@ -260,16 +238,9 @@ def test_what_is_not_served_of_a_generation_config_is_recorded(tmp_path: Path) -
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     ignored = "min_new_tokens: 3, no_repeat_ngram_size: 2, suppress_tokens: [7, 8]"
-    found = recorded(path)
-    assert found["generation config"] == f"a_models_own: x, {ignored}"
-    assert found["default temperature"] == "1.0"
+    assert recorded(path) == {"generation config": f"a_models_own: x, do_sample: False, {ignored}"}
+    assert ModelConfig(path).get_diff_sampling_param() == {"top_k": 20}
     assert recorded(path, generation_config="vllm") == {}
-    assert recorded(path, override_generation_config={"temperature": 0.5}) == {
-        "generation config": f"a_models_own: x, {ignored}"
-    }
-    made = {"_from_model_config": True, "do_sample": False, "eos_token_id": 4}
-    (tmp_path / "generation_config.json").write_text(json.dumps(made))
-    assert recorded(path) == {"generation config": "do_sample: False"}
 
 
 def test_sampling_defaults_from_elsewhere(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, NonNegativeInt, ValidatorFunctionWrapHandler, WrapValidator
 
 from vllm import decisions
-from vllm.config.generation_defaults import record_generation_config, sampling_defaults
+from vllm.config.generation_defaults import record_ignored, sampling_defaults
 from vllm.config.model_rules import (
     resolve_dtype,
     resolve_max_model_len,
@@ -340,12 +340,12 @@ class ModelConfig:
         }
 
     def record_generation_config(self) -> None:
-        """Record what of the generation config is served in another way than it says."""
-        record_generation_config(self.try_get_generation_config(), self.override_generation_config)
+        """Record what the generation config says of sampling and is not served."""
+        record_ignored(self.try_get_generation_config())
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Default sampling parameters, named as in `SamplingParams`."""
-        return sampling_defaults(self.try_get_generation_config(), self.override_generation_config)
+        return sampling_defaults(self.try_get_generation_config())
 
 
 def _restore(cls: type[ModelConfig], trust_remote_code: bool, state: bytes) -> ModelConfig:
