@@ -72,6 +72,19 @@ def test_compressed_blocks() -> None:
     assert config.suffixes == {".weight_scale": ".weight_scale_inv"}
 
 
+@pytest.mark.parametrize("weight_block_size", [None, [128, 128]])
+def test_float8_modules_under_all_keys_are_kept(weight_block_size: list[int] | None) -> None:
+    """Writers of checkpoints have different keys, and some write two."""
+    keys = {"modules_to_not_convert": ["a", "b"], "ignored_layers": ["b", "c"], "ignore": ["d"]}
+    config = fp8_from_checkpoint({"weight_block_size": weight_block_size, **keys})
+    assert config.excluded == ("a", "b", "c", "d")
+
+
+def test_modelopt_modules_under_both_keys_are_kept() -> None:
+    kept = {"ignore": ["a"], "exclude_modules": ["b", "a"]}
+    assert fp8_from_modelopt({"quant_algo": "FP8", **kept}).excluded == ("a", "b")
+
+
 @pytest.mark.parametrize(("algorithm", "static"), [("FP8", True), (PER_CHANNEL, False)])
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
 def test_modelopt(algorithm: str, static: bool, key: str) -> None:

@@ -95,7 +95,7 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     _require(stored, "fmt", ("e4m3",), "e4m3")
     _require(stored, "scale_fmt", ("float", _POWERS_OF_TWO), "float")
     _require(stored, "expert_dtype", ("fp8", "fp4"), "fp8")
-    excluded = list(stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ())
+    excluded = _listed(stored, "modules_to_not_convert", "ignored_layers", "ignore")
     if stored.get("expert_dtype") == "fp4":
         # `mxfp4.without_packing` makes them 16-bit.
         excluded.append("experts")
@@ -119,6 +119,11 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     return Fp8Config("block", excluded=excluded)
 
 
+def _listed(stored: Mapping[str, Any], *keys: str) -> list[str]:
+    """The names under all of `keys`: writers of checkpoints differ in which they use."""
+    return list(dict.fromkeys(name for key in keys for name in stored.get(key) or ()))
+
+
 def _require(stored: Mapping[str, Any], key: str, supported: tuple[str, ...], default: str) -> None:
     found = stored.get(key) or default
     if found not in supported:
@@ -136,7 +141,7 @@ def fp8_from_modelopt(stored: Mapping[str, Any]) -> Fp8Config:
     """
     _require(stored, "quant_algo", ("FP8", _PER_CHANNEL), "none")
     _require(stored, "kv_cache_quant_algo", ("FP8",), "FP8")
-    excluded = stored.get("ignore") or stored.get("exclude_modules") or ()
+    excluded = _listed(stored, "ignore", "exclude_modules")
     config = Fp8Config(static=stored.get("quant_algo") != _PER_CHANNEL, excluded=excluded)
     config.name = "modelopt"
     return config
