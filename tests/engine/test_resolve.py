@@ -420,6 +420,17 @@ def test_quantisation_comes_from_the_checkpoint_or_the_flag(tmp_path: Path, llam
         resolved(write_config(tmp_path, quantization_config=stored))
 
 
+def test_mxfp4_is_served_of_families_that_dequantise_it(tmp_path: Path) -> None:
+    """Others ended in a list of surplus tensors."""
+    path = write_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"mxfp4: not supported for LlamaForCausalLM; supported for GptOssForCausalLM; serve "
+        "a checkpoint in 16 bits or float8",
+    ):
+        resolve(VllmConfig(model_config=ModelConfig(path)))
+
+
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     unknown = ModelConfig(write_config(tmp_path, architectures=["Foo"]))
     with pytest.raises(VLLMValidationError, match="Foo.*supported: .*LlamaForCausalLM, .*Qwen3"):
