@@ -56,6 +56,17 @@ def test_rotations_of_a_part_of_each_head(
         ("deepseek_v3", "num_experts_per_tok", 8, "8 experts of 8 in 4 groups"),
         ("deepseek_v3", "topk_group", 5, "5 groups of experts of 4"),
         ("qwen3", "layer_types", ["chunked_attention"] * 4, "layer 0 has type 'chunked_attention'"),
+        (
+            "qwen3_sliding",
+            "sliding_window",
+            None,
+            "layer 2 is of type 'sliding_attention', but .*None",
+        ),
+        ("gemma3", "sliding_window", None, "layer 0 is of type 'sliding_attention', but .*None"),
+        ("gpt_oss", "sliding_window", 0, "sliding_window 0 is not supported; .* at least 1"),
+        ("mixtral", "sliding_window", 0, "sliding_window 0 is not supported; .* at least 1"),
+        ("llama", "num_key_value_heads", 3, "4 query heads for 3 key/value heads"),
+        ("falcon_h1", "num_key_value_heads", 8, "4 query heads for 8 key/value heads"),
     ],
 )
 def test_what_is_not_served_is_named(
