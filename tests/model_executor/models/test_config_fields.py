@@ -65,6 +65,8 @@ def test_rotations_of_a_part_of_each_head(
         ("gemma3", "sliding_window", None, "layer 0 is of type 'sliding_attention', but .*None"),
         ("gpt_oss", "sliding_window", 0, "sliding_window 0 is not supported; .* at least 1"),
         ("mixtral", "sliding_window", 0, "sliding_window 0 is not supported; .* at least 1"),
+        ("bamba", "mamba_d_conv", 8, "convolution of 8 taps .*supported: 2 to 4"),
+        ("qwen3_5", "linear_conv_kernel_dim", 1, "convolution of 1 taps .*supported: 2 to 4"),
         ("llama", "num_key_value_heads", 3, "4 query heads for 3 key/value heads"),
         ("falcon_h1", "num_key_value_heads", 8, "4 query heads for 8 key/value heads"),
     ],
