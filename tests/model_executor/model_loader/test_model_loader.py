@@ -157,9 +157,13 @@ def test_the_config_may_name_the_weights(checkpoint: Path) -> None:
     assert_equal(parameters(checkpoint), expected)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {}}'],
+)
 def test_unreadable_index(checkpoint: Path, text: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(text)
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
     with pytest.raises(ValueError, match="not a safetensors index"):
         parameters(checkpoint)
 
