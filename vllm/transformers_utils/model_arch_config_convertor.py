@@ -71,7 +71,12 @@ class ModelArchConfigConvertorBase:
         return value
 
     def get_architectures(self) -> list[str]:
-        return list(self.hf_config.architectures or ())
+        names = self.hf_config.architectures or []
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise VLLMValidationError(
+                f"architectures {names!r} of the model config must be a list of names", "model"
+            )
+        return list(names)
 
     def get_num_hidden_layers(self) -> int:
         return self._required("num_hidden_layers", "n_layer", "num_layers")

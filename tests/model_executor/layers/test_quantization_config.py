@@ -115,6 +115,9 @@ def test_other_modelopt_variants_are_refused(fields: dict[str, Any], message: st
         ({"activation_scheme": "other"}, "activation_scheme 'other'; supported: dynamic, static"),
         ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2'; supported: float, ue8m0"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
+        ({"weight_block_size": 128}, r"blocks of 128.*supported: \[128, 128\]"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers 'lm_head'; it must be a list of names"),
+        ({"modules_to_not_convert": [1]}, r"modules_to_not_convert \[1\]; it must be a list"),
     ],
 )
 def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) -> None:
@@ -139,6 +142,9 @@ def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) ->
         (compressed(BLOCK, {**BY_GROUP, "dynamic": False}), "static"),
         (compressed(BLOCK, {**FLOAT8, "strategy": "token", "dynamic": True}), "per block"),
         ({"config_groups": {}}, r"0 group\(s\)"),
+        ({"config_groups": [{}]}, r"config_groups \[{}\]; it must be an object of objects"),
+        ({"config_groups": {"a": 1}}, r"config_groups {'a': 1}; it must be an object of objects"),
+        (compressed(BLOCK, BY_GROUP, ignore="lm_head"), "ignore 'lm_head'; it must be a list"),
         (
             compressed(BLOCK, BY_GROUP, sparsity_config={"format": "sparse-24-bitmask"}),
             "sparsity format 'sparse-24-bitmask'.*supported: dense",

@@ -111,9 +111,9 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     if block is None:
         suffixes = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
         return Fp8Config(static=static, excluded=excluded, suffixes=suffixes)
-    if list(block) != [GROUP, GROUP] or static:
+    if block != [GROUP, GROUP] or static:
         raise VLLMValidationError(
-            f"fp8 weights in blocks of {list(block)} with {stored.get('activation_scheme')} "
+            f"fp8 weights in blocks of {block} with {stored.get('activation_scheme')} "
             f"activation scales are not supported; supported: [{GROUP}, {GROUP}], dynamic"
         )
     return Fp8Config("block", excluded=excluded)
@@ -121,6 +121,13 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
 
 def _listed(stored: Mapping[str, Any], *keys: str) -> list[str]:
     """The names under all of `keys`: writers of checkpoints differ in which they use."""
+    for key in keys:
+        found = stored.get(key) or []
+        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+            raise VLLMValidationError(
+                f"the checkpoint's quantization_config has {key} {found!r}; it must be a list of "
+                "names"
+            )
     return list(dict.fromkeys(name for key in keys for name in stored.get(key) or ()))
 
 
@@ -154,7 +161,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
     Raises ValueError for anything else, naming what was found.
     """
     _refuse_more_than_scales(stored)
-    groups = list((stored.get("config_groups") or {}).values())
+    groups = _groups(stored)
     targets = [group.get("targets") or [] for group in groups]
     if len(targets) != 1 or "Linear" not in targets[0] or not _TARGETS.issuperset(targets[0]):
         raise VLLMValidationError(
@@ -175,7 +182,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
         )
     if not static and token == "tensor":
         raise VLLMValidationError("compressed-tensors: dynamic activation scales must be per token")
-    excluded = stored.get("ignore") or ()
+    excluded = _listed(stored, "ignore")
     config = Fp8Config(static=static, excluded=excluded)
     if strategy == "block":
         _check_blocks(weights.get("block_structure"), inputs.get("group_size"), static)
@@ -183,6 +190,16 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
         config = Fp8Config("block", excluded=excluded, suffixes=suffixes)
     config.name = "compressed-tensors"
     return config
+
+
+def _groups(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The `config_groups`, whose names mean nothing."""
+    found = stored.get("config_groups") or {}
+    if not isinstance(found, Mapping) or not all(isinstance(g, Mapping) for g in found.values()):
+        raise VLLMValidationError(
+            f"compressed-tensors: config_groups {found!r}; it must be an object of objects"
+        )
+    return list(found.values())
 
 
 def _refuse_more_than_scales(stored: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
     from vllm.platforms import current_platform
 
     asked, stored = model.quantization, stored_quantization(model)
-    method = str(stored.get("quant_method")) if stored else None
+    method = None if stored is None else _method(stored)
     if asked is None and method is None:
         return None
     if asked is not None and method is not None and asked != method:
@@ -71,6 +71,15 @@ def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
         why = "float8 needs compute capability 8.9 or higher; serve a 16-bit checkpoint"
         raise _refused(asked or method, why)
     return config
+
+
+def _method(stored: Mapping[str, Any]) -> str:
+    method = stored.get("quant_method")
+    if method is None:
+        raise VLLMValidationError(
+            f"the checkpoint's quantization_config {dict(stored)} names no quant_method", "model"
+        )
+    return str(method)
 
 
 def _check_dequantised(method: str, architectures: Sequence[str]) -> None:
