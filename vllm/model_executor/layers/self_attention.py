@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
-from vllm.distributed.utils import per_rank
+from vllm.distributed.utils import check_shared_evenly, per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
@@ -51,12 +51,7 @@ class SelfAttentionShape:
     sinks: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise VLLMValidationError(
-                f"{self.num_heads} query heads for {self.num_kv_heads} key/value heads are not "
-                "supported; their number must be a multiple",
-                "model",
-            )
+        check_shared_evenly(self.num_heads, "query heads", self.num_kv_heads, "key/value heads")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise VLLMValidationError(
                 f"sliding_window {self.sliding_window} is not supported; a query sees at least 1 "
