@@ -276,15 +276,23 @@ def test_shared_window(
     assert ModelConfig(path).get_sliding_window() == result
 
 
+@pytest.mark.parametrize("value", [None, 0, -1])
 @pytest.mark.parametrize("field", ["hidden_size", "num_attention_heads", "vocab_size"])
-def test_missing_size_is_named(tmp_path: Path, field: str) -> None:
+def test_missing_size_is_named(tmp_path: Path, field: str, value: int | None) -> None:
     from vllm.transformers_utils.config import get_config
     from vllm.transformers_utils.model_arch_config_convertor import convert
 
     config = get_config(write_config(tmp_path))
-    config.__dict__[field] = None
-    with pytest.raises(VLLMValidationError, match=field):
+    config.__dict__[field] = value
+    with pytest.raises(VLLMValidationError, match=f"{field}.*got {value}"):
         convert(config, config)
+
+
+@pytest.mark.parametrize("field", ["head_dim", "num_key_value_heads"])
+def test_a_size_of_nothing_is_named(tmp_path: Path, field: str) -> None:
+    """Division by it ended the process."""
+    with pytest.raises(VLLMValidationError, match=f"no usable {field} .*got 0"):
+        ModelConfig(write_config(tmp_path, **{field: 0}))
 
 
 def test_max_logprobs(llama: str) -> None:

@@ -425,12 +425,28 @@ def test_quantisation_comes_from_the_checkpoint_or_the_flag(tmp_path: Path, llam
     stored = {"quant_method": "gptq"}
     with pytest.raises(VLLMValidationError, match="--quantization gptq: not supported"):
         resolved(write_config(tmp_path, quantization_config=stored))
+    with pytest.raises(VLLMValidationError, match="quantization_config .*names no quant_method"):
+        resolved(write_config(tmp_path, quantization_config={"bits": 4}))
+
+
+def test_mxfp4_is_served_of_families_that_dequantise_it(tmp_path: Path) -> None:
+    """Others ended in a list of surplus tensors."""
+    path = write_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(
+        VLLMValidationError,
+        match=r"mxfp4: not supported for LlamaForCausalLM; supported for GptOssForCausalLM; serve "
+        "a checkpoint in 16 bits or float8",
+    ):
+        resolve(VllmConfig(model_config=ModelConfig(path)))
 
 
 def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     unknown = ModelConfig(write_config(tmp_path, architectures=["Foo"]))
     with pytest.raises(VLLMValidationError, match="Foo.*supported: .*LlamaForCausalLM, .*Qwen3"):
         check_architecture(unknown)
+    for wrong in ("LlamaForCausalLM", [5]):
+        with pytest.raises(VLLMValidationError, match="architectures .* must be a list of names"):
+            ModelConfig(write_config(tmp_path, architectures=wrong))
     nameless = ModelConfig(write_config(tmp_path, architectures=[]))
     with pytest.raises(VLLMValidationError, match="names no `architectures`"):
         check_architecture(nameless)

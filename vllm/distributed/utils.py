@@ -29,6 +29,17 @@ def per_rank(what: str, count: int, num_ranks: int) -> int:
     return count // num_ranks
 
 
+def check_shared_evenly(num_users: int, users: str, num_shared: int, shared: str) -> None:
+    """VLLMValidationError where heads of one kind, `shared`, cannot each serve as many of another,
+    whatever the ranks."""
+    if num_shared < 1 or num_users % num_shared:
+        raise VLLMValidationError(
+            f"{num_users} {users} for {num_shared} {shared} are not supported; their number must "
+            "be a multiple",
+            "model",
+        )
+
+
 def copied_parts(what: str, count: int, num_ranks: int) -> int:
     """Into how many parts `count` heads of a kind are cut that `num_ranks` tensor-parallel ranks
     may have copies of: neighbouring ranks have the same one where there are fewer heads than ranks.

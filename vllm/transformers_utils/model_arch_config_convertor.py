@@ -60,8 +60,10 @@ class ModelArchConfigConvertorBase:
         return default
 
     def _required(self, *names: str) -> int:
-        value = self._first(names)
-        if not isinstance(value, int):
+        return self._size(names, self._first(names))
+
+    def _size(self, names: Iterable[str], value: Any) -> int:
+        if not isinstance(value, int) or value < 1:
             raise VLLMValidationError(
                 f"the model config has no usable {' or '.join(names)} (got {value!r})",
                 parameter="model",
@@ -69,7 +71,12 @@ class ModelArchConfigConvertorBase:
         return value
 
     def get_architectures(self) -> list[str]:
-        return list(self.hf_config.architectures or ())
+        names = self.hf_config.architectures or []
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            raise VLLMValidationError(
+                f"architectures {names!r} of the model config must be a list of names", "model"
+            )
+        return list(names)
 
     def get_num_hidden_layers(self) -> int:
         return self._required("num_hidden_layers", "n_layer", "num_layers")
@@ -86,7 +93,9 @@ class ModelArchConfigConvertorBase:
             return 1
         names = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
         heads = self._first(names)
-        return heads if isinstance(heads, int) else self.get_total_num_attention_heads()
+        if not isinstance(heads, int):
+            return self.get_total_num_attention_heads()
+        return self._size(names, heads)
 
     def get_hidden_size(self) -> int:
         return self._required("hidden_size", "n_embd", "d_model")
@@ -94,9 +103,10 @@ class ModelArchConfigConvertorBase:
     def get_head_size(self) -> int:
         if self.use_mla():
             return self._required("kv_lora_rank") + self._required("qk_rope_head_dim")
-        size = self._first(("head_dim", "hidden_size_per_head"))
+        names = ("head_dim", "hidden_size_per_head")
+        size = self._first(names)
         if isinstance(size, int):
-            return size
+            return self._size(names, size)
         return self.get_hidden_size() // self.get_total_num_attention_heads()
 
     def get_vocab_size(self) -> int:

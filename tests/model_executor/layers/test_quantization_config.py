@@ -72,6 +72,19 @@ def test_compressed_blocks() -> None:
     assert config.suffixes == {".weight_scale": ".weight_scale_inv"}
 
 
+@pytest.mark.parametrize("weight_block_size", [None, [128, 128]])
+def test_float8_modules_under_all_keys_are_kept(weight_block_size: list[int] | None) -> None:
+    """Writers of checkpoints have different keys, and some write two."""
+    keys = {"modules_to_not_convert": ["a", "b"], "ignored_layers": ["b", "c"], "ignore": ["d"]}
+    config = fp8_from_checkpoint({"weight_block_size": weight_block_size, **keys})
+    assert config.excluded == ("a", "b", "c", "d")
+
+
+def test_modelopt_modules_under_both_keys_are_kept() -> None:
+    kept = {"ignore": ["a"], "exclude_modules": ["b", "a"]}
+    assert fp8_from_modelopt({"quant_algo": "FP8", **kept}).excluded == ("a", "b")
+
+
 @pytest.mark.parametrize(("algorithm", "static"), [("FP8", True), (PER_CHANNEL, False)])
 @pytest.mark.parametrize("key", ["ignore", "exclude_modules"])
 def test_modelopt(algorithm: str, static: bool, key: str) -> None:
@@ -102,6 +115,9 @@ def test_other_modelopt_variants_are_refused(fields: dict[str, Any], message: st
         ({"activation_scheme": "other"}, "activation_scheme 'other'; supported: dynamic, static"),
         ({"scale_fmt": "e5m2"}, "scale_fmt 'e5m2'; supported: float, ue8m0"),
         ({"fmt": "e5m2"}, "fmt 'e5m2'; supported: e4m3"),
+        ({"weight_block_size": 128}, r"blocks of 128.*supported: \[128, 128\]"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers 'lm_head'; it must be a list of names"),
+        ({"modules_to_not_convert": [1]}, r"modules_to_not_convert \[1\]; it must be a list"),
     ],
 )
 def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) -> None:
@@ -126,6 +142,9 @@ def test_other_fp8_variants_are_refused(stored: dict[str, Any], message: str) ->
         (compressed(BLOCK, {**BY_GROUP, "dynamic": False}), "static"),
         (compressed(BLOCK, {**FLOAT8, "strategy": "token", "dynamic": True}), "per block"),
         ({"config_groups": {}}, r"0 group\(s\)"),
+        ({"config_groups": [{}]}, r"config_groups \[{}\]; it must be an object of objects"),
+        ({"config_groups": {"a": 1}}, r"config_groups {'a': 1}; it must be an object of objects"),
+        (compressed(BLOCK, BY_GROUP, ignore="lm_head"), "ignore 'lm_head'; it must be a list"),
         (
             compressed(BLOCK, BY_GROUP, sparsity_config={"format": "sparse-24-bitmask"}),
             "sparsity format 'sparse-24-bitmask'.*supported: dense",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.model_executor.harness import get_model, make_config
 from tests.tiny_models import tiny_model
+from vllm import decisions
 from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import initialize_dummy_weights
@@ -156,9 +157,13 @@ def test_the_config_may_name_the_weights(checkpoint: Path) -> None:
     assert_equal(parameters(checkpoint), expected)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {}}'],
+)
 def test_unreadable_index(checkpoint: Path, text: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(text)
+    (checkpoint / "model.safetensors").rename(checkpoint / "model-1.safetensors")
     with pytest.raises(ValueError, match="not a safetensors index"):
         parameters(checkpoint)
 
@@ -210,6 +215,22 @@ def test_an_output_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, path / "model.safetensors")
     assert "lm_head.weight" not in parameters(path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_tied", "gemma3"])
+def test_a_tied_model_of_a_head_alone(family: str, tmp_path: Path) -> None:
+    """transformers ties the embedding to the head then."""
+    path = shutil.copytree(tiny_model(family), tmp_path / "head")
+    expected = parameters(path)
+    tensors = load_file(path / "model.safetensors")
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors.pop(embedding)
+    save_file(tensors, path / "model.safetensors")
+    decisions.clear()
+    assert_equal(parameters(path), expected)
+    records = {each.what: each.chosen for each in decisions.decisions()}
+    assert records["embedding"] == "lm_head.weight"
+    assert not [what for what in records if "lm_head" in what]
 
 
 def test_model_that_leaves_parameters_unset(

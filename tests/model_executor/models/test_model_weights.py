@@ -7,12 +7,8 @@ from torch import Tensor, nn
 
 from vllm import decisions
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
-from vllm.model_executor.models.weights import (
-    AutoWeightsLoader,
-    TiedHead,
-    WeightsError,
-    WeightsMapper,
-)
+from vllm.model_executor.models.tied_head import EMBEDDING, TiedHead
+from vllm.model_executor.models.weights import AutoWeightsLoader, WeightsError, WeightsMapper
 
 FUSED = (("gate_up", "gate", 0), ("gate_up", "up", 1))
 
@@ -113,13 +109,23 @@ def test_rotary_buffers_of_older_checkpoints_are_a_decision() -> None:
 @pytest.mark.parametrize("head", [torch.ones(3, 2).half(), torch.zeros(3, 2), torch.ones(4, 2)])
 def test_a_tied_head_is_the_embedding(name: str, head: Tensor) -> None:
     """Else nothing says which of the two the checkpoint means."""
-    tied, passed = TiedHead(torch.ones(3, 2)), [("a", torch.zeros(1)), (name, head)]
-    assert list(tied.noticed(passed, WeightsMapper())) == passed
+    tied, passed = TiedHead(torch.ones(3, 2)), [(EMBEDDING, torch.ones(3, 2)), (name, head)]
+    assert list(tied.placed(passed)) == passed
     if name == "other.weight" or (head.shape == (3, 2) and bool(head.all())):
         tied.check()
     else:
         with pytest.raises(WeightsError, match='"tie_word_embeddings": false'):
             tied.check()
+
+
+def test_a_tied_head_alone_is_the_embedding() -> None:
+    head, other = torch.ones(3, 2), torch.zeros(1)
+    tied = TiedHead(torch.zeros(3, 2))
+    assert list(tied.placed([("lm_head.weight", head), ("a", other)])) == [
+        ("a", other),
+        (EMBEDDING, head),
+    ]
+    tied.check()
 
 
 def test_dtype_is_converted() -> None:

@@ -16,6 +16,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.structured_output import validation
 from vllm.v1.structured_output.spec import GrammarSpec
 from vllm.v1.structured_output.validation import StructuredOutputValidator
+from vllm.v1.structured_output.vocabulary import end_tokens
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,13 @@ def test_needs_a_tokenizer_and_an_end():
 def test_needs_an_end_of_sequence(validator, eos):
     with pytest.raises(VLLMValidationError, match="end-of-sequence"):
         validator.finish(params(eos=eos, regex="a"))
+
+
+def test_end_tokens_are_of_the_vocabulary() -> None:
+    """Checkpoints write -1 for none; the grammar failed on it."""
+    given = params(regex="a")
+    given.update_from_generation_config({"eos_token_id": [-1, 3, VOCAB_SIZE]}, EOS_TOKEN_ID)
+    assert sorted(end_tokens(given, VOCAB_SIZE)) == [3, EOS_TOKEN_ID]
 
 
 def test_a_constraint_is_checked_once(validator, monkeypatch):

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import copied_parts, per_rank
+from vllm.distributed.utils import check_shared_evenly, copied_parts, per_rank
 from vllm.forward_context import get_forward_context
 from vllm.kernels.journal import GatedNorm, JournalStack
 from vllm.kernels.residual_stream import ResidualStream
@@ -42,6 +42,9 @@ class GatedDeltaNetShape:
     conv_kernel_size: int
     eps: float
     beta_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_shared_evenly(self.num_v_heads, "value heads", self.num_k_heads, "key heads")
 
     @property
     def key_dim(self) -> int:

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from vllm.distributed.collective import Collective, Communicates
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.distributed.utils import copied_parts, divide, per_rank
+from vllm.distributed.utils import check_shared_evenly, copied_parts, divide, per_rank
 from vllm.kernels.journal import JournalStack
 from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.linear import (
@@ -57,6 +57,9 @@ class Mamba2Shape:
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     out_bias: bool | None = None
     multipliers: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_shared_evenly(self.num_heads, "heads", self.num_groups, "groups")
 
     @property
     def width(self) -> int:

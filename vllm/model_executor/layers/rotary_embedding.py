@@ -87,7 +87,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
 def inverse_frequencies(rotary_dim: int, rope: RopeParameters) -> Tensor:
     """Angle per position of each pair of dimensions, `[rotary_dim / 2]` fp32 on the CPU.
 
-    Raises ValueError for an unknown `rope_type`, and for one without a parameter that it needs.
+    Raises ValueError for an unknown `rope_type`, and for one without a parameter that it needs, or
+    with one that is no number.
     """
     kind = rope.get("rope_type", "default")
     if kind not in _SCALINGS:
@@ -99,6 +100,11 @@ def inverse_frequencies(rotary_dim: int, rope: RopeParameters) -> Tensor:
         raise VLLMValidationError(
             f"rope_type {kind!r} needs {', '.join(missing)}; got {dict(rope)}"
         )
+    for key in ("rope_theta", *NEEDED[kind]):
+        if not isinstance(rope[key], int | float):
+            raise VLLMValidationError(
+                f"rope_parameters have {key} {rope[key]!r}; it must be a number"
+            )
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
     inv_freq = 1.0 / (rope["rope_theta"] ** exponents)
     return _SCALINGS[kind](inv_freq, rope)

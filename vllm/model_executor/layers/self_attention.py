@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
-from vllm.distributed.utils import per_rank
+from vllm.distributed.utils import check_shared_evenly, per_rank
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention import Attention
@@ -29,6 +30,9 @@ class SelfAttentionShape:
     what q, k and v are projected from; None: `hidden_size`. `scale`: what products of q and k are
     multiplied by; None: `head_dim**-0.5`. `rows`: what a request's tokens see. `sinks`: whether
     each head has a learned one (`AttentionProblem`).
+
+    VLLMValidationError for query heads that key/value heads cannot share evenly, and for a window
+    of no token.
     """
 
     hidden_size: int
@@ -45,6 +49,15 @@ class SelfAttentionShape:
     scale: float | None = None
     rows: QueryRows = QueryRows.TOKENS
     sinks: bool = False
+
+    def __post_init__(self) -> None:
+        check_shared_evenly(self.num_heads, "query heads", self.num_kv_heads, "key/value heads")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise VLLMValidationError(
+                f"sliding_window {self.sliding_window} is not supported; a query sees at least 1 "
+                "token, itself",
+                "model",
+            )
 
 
 def attention_sinks(num_heads: int) -> nn.Parameter:

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor, nn
 
+from vllm.exceptions import VLLMValidationError
 from vllm.kernels.tuning.shapes import ConvolutionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.parameter import (
     Section,
@@ -17,13 +18,22 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 
+#: widths that the kernels of every device have
+_MIN_TAPS, _MAX_TAPS = 2, 4
+
 
 class ShortConvolution(nn.Module, ReadsTiles):
     """A depthwise convolution: `weight [channels, width]`, sharded by sections such as q, k, v, and
-    `bias [channels]` or None."""
+    `bias [channels]` or None. VLLMValidationError for a width that kernels have not."""
 
     def __init__(self, sections: tuple[Section, ...], width: int, *, bias: bool = False) -> None:
         super().__init__()
+        if not _MIN_TAPS <= width <= _MAX_TAPS:
+            raise VLLMValidationError(
+                f"a convolution of {width} taps is not supported; supported: {_MIN_TAPS} to "
+                f"{_MAX_TAPS}",
+                "model",
+            )
         self.sections = sections
         self.weight = empty_parameter(local_size(sections), width)
         bound = width**-0.5

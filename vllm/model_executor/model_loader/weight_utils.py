@@ -135,6 +135,8 @@ def _indexed_files(index: Path) -> FilePlan:
         owners = [(name, index.parent / file) for name, file in sorted(weight_map.items())]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise VLLMValidationError(f"{index}: not a safetensors index ({error!r})") from error
+    if not owners:
+        raise VLLMValidationError(f"{index}: not a safetensors index (it names no tensor)")
     plan: dict[Path, list[str] | None] = {}
     for name, path in owners:
         names = plan.setdefault(path, [])

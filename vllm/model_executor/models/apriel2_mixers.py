@@ -94,8 +94,6 @@ class Apriel2Attention(SelfAttention, Apriel2Mixer):
             o_bias=dense,
             sliding_window=window,
         )
-        if shape.num_kv_heads < 1 or shape.num_heads % shape.num_kv_heads:
-            raise unsupported(prefix, f"{heads} heads in {shape.num_kv_heads} groups", "a multiple")
         rope = get_rope(
             shape.head_dim, model.max_model_len, rope_parameters=rope_parameters(mixer, prefix)
         )
@@ -124,9 +122,6 @@ class Apriel2GatedDeltaNet(GatedDeltaNet, Apriel2Mixer):
             conv_kernel_size=required(convolution, "kernel_size", f"{prefix}.convolution_layer"),
             eps=float(mixer.get("norm_eps", 1e-5)),
         )
-        if shape.num_v_heads % shape.num_k_heads:
-            heads = f"{shape.num_v_heads} value heads to {shape.num_k_heads} key heads"
-            raise unsupported(prefix, heads, "a multiple")
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
 
 

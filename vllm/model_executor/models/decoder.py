@@ -36,6 +36,7 @@ from vllm.model_executor.models.interfaces import (
     SupportsEagle3,
     SupportsPP,
 )
+from vllm.model_executor.models.tied_head import TiedHead
 from vllm.model_executor.models.utils import (
     LayerFactory,
     MissingLayer,
@@ -47,7 +48,6 @@ from vllm.model_executor.models.weights import (
     AutoWeightsLoader,
     FusedName,
     StackedName,
-    TiedHead,
     WeightsMapper,
     record_unused,
     widened,
@@ -299,11 +299,12 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
             stacked=self.stacked_names,
             skip_prefixes=self._without_use(),
         )
-        if not self.tied or not get_pp_group().is_last_rank:
-            return loader.load_weights(weights, mapper=self.weights_mapper)
-        head = TiedHead(self.output_head.weight)
-        weights = head.noticed(weights, self.weights_mapper)
-        loaded = loader.load_weights(weights, mapper=self.weights_mapper)
+        weights = self.weights_mapper.apply(weights)
+        embedding = self.model.embed_tokens
+        if not self.tied or not isinstance(embedding, VocabParallelEmbedding):
+            return loader.load_weights(weights)
+        head = TiedHead(embedding.weight)
+        loaded = loader.load_weights(head.placed(weights))
         head.check()
         return loaded
 
@@ -343,9 +344,10 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         if parts[:2] == ["model", "layers"] and parts[2].isdecimal():
             layer, model = int(parts[2]), self.model
             return model.start_layer <= layer < model.end_layer or layer >= len(model.layers)
-        if mapped.startswith("model.embed_tokens."):
+        is_head = mapped.startswith("lm_head.")
+        if mapped.startswith("model.embed_tokens.") or (is_head and self.tied):
             return isinstance(self.model.embed_tokens, VocabParallelEmbedding)
-        if mapped.startswith(("model.norm.", "lm_head.")):
+        if is_head or mapped.startswith("model.norm."):
             return get_pp_group().is_last_rank
         return True
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -34,6 +33,7 @@ from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftTarget, DraftVocabulary
 from vllm.model_executor.models.llama import AttentionDecoderLayer
+from vllm.model_executor.models.utils import sliding_window
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.transformers_utils.configs.dflash import DFlashConfig
 from vllm.v1.sample.vocab_shard import VocabShard
@@ -48,20 +48,15 @@ _NOT_READ = {
 def attention_shape(
     config: PretrainedConfig, index: int, *, windows_are_whole: bool
 ) -> SelfAttentionShape:
-    """The attention of the `index`-th layer. ValueError for an unknown layer type."""
-    kind = config.layer_types[index]
-    if kind not in ("full_attention", "sliding_attention"):
-        raise VLLMValidationError(
-            f"draft layer {index} has type {kind!r}; supported: full_attention, sliding_attention"
-        )
-    slides = kind == "sliding_attention"
-    whole = not slides or windows_are_whole
+    """The attention of the `index`-th layer. VLLMValidationError as of `sliding_window`."""
+    window = sliding_window(config, index)
+    whole = window is None or windows_are_whole
     return replace(
         llama.attention_shape(config),
         eps=config.rms_norm_eps,
         qk_norm=RMSNorm,
         # The format counts the tokens before the block, the cache the block's first one as well.
-        sliding_window=config.sliding_window + 1 if slides else None,
+        sliding_window=None if window is None else window + 1,
         rows=QueryRows.WHOLE_BLOCK if whole else QueryRows.CAUSAL_BLOCK,
     )
 

@@ -18,7 +18,6 @@ from transformers import PretrainedConfig
 
 from vllm import decisions
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -28,6 +27,7 @@ from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget, DraftVocabulary
 from vllm.model_executor.models.llama import AttentionDecoderLayer
+from vllm.model_executor.models.utils import sliding_window
 from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.configs.eagle3 import Eagle3Config
@@ -40,19 +40,13 @@ _COMPARED = 8192
 def attention_shape(config: PretrainedConfig, index: int) -> SelfAttentionShape:
     """The attention of the `index`-th layer; the first one's input is a token and a hidden state.
 
-    ValueError for an unknown layer type.
+    VLLMValidationError as of `sliding_window`.
     """
-    kinds = config.layer_types
-    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    if kinds[index] not in windows:
-        raise VLLMValidationError(
-            f"draft layer {index} has type {kinds[index]!r}; supported: {windows}"
-        )
     return replace(
         llama.attention_shape(config),
         eps=config.rms_norm_eps,
         qk_norm=RMSNorm if config.model_type == "qwen3" else None,
-        sliding_window=windows[kinds[index]],
+        sliding_window=sliding_window(config, index),
         input_size=2 * config.hidden_size if index == 0 else None,
     )
 

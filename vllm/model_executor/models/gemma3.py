@@ -23,17 +23,22 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
-from vllm.model_executor.models.utils import LayerFactory, extract_layer_index, refuse_partial
+from vllm.model_executor.models.utils import (
+    LayerFactory,
+    extract_layer_index,
+    refuse_partial,
+    sliding_window,
+)
 from vllm.model_executor.models.weights import WeightsMapper
 
 
-def attention_shape(config: PretrainedConfig, kind: str) -> SelfAttentionShape:
-    """The attention of a layer of one of `config.layer_types`."""
+def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttentionShape:
+    """The attention of one layer; `layer_types` says which layers slide."""
     return replace(
         llama.attention_shape(config),
         eps=config.rms_norm_eps,
         qk_norm=GemmaRMSNorm,
-        sliding_window=config.sliding_window if kind == "sliding_attention" else None,
+        sliding_window=sliding_window(config, layer_index),
         scale=config.query_pre_attn_scalar**-0.5,
     )
 
@@ -64,14 +69,14 @@ class Gemma3DecoderLayer(DecoderLayer):
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         quant_config = vllm_config.quant_config
-        kind = config.layer_types[extract_layer_index(prefix)]
+        index = extract_layer_index(prefix)
         max_model_len = vllm_config.model_config.max_model_len
-        parameters = config.rope_parameters[kind]
+        parameters = config.rope_parameters[config.layer_types[index]]
         refuse_partial(parameters)
         rope = get_rope(config.head_dim, max_model_len, rope_parameters=parameters)
         norm = partial(GemmaRMSNorm, config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = norm()
-        shape = attention_shape(config, kind)
+        shape = attention_shape(config, index)
         self.self_attn = SelfAttention(shape, rope, f"{prefix}.self_attn", quant_config)
         self.post_attention_layernorm = norm()
         self.pre_feedforward_layernorm = norm()

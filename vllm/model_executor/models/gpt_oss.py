@@ -12,10 +12,12 @@ from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
+from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
 from vllm.model_executor.layers.quantization.mxfp4 import dequantised, record_dequantised
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral
 from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.interfaces import Dequantises
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, sliding_window
 
@@ -112,9 +114,10 @@ class GptOssDecoderLayer(AttentionDecoderLayer):
         super().__init__(vllm_config, shape, prefix, mlp=mlp)
 
 
-class GptOssForCausalLM(DecoderForCausalLM):
+class GptOssForCausalLM(DecoderForCausalLM, Dequantises):
     """`GptOssForCausalLM` checkpoints, experts in mxfp4 or in 16 bits."""
 
+    dequantised_methods = (MXFP4,)
     layer_class = GptOssDecoderLayer
     fused_names = (*DecoderForCausalLM.fused_names, ("router", "router", 0))
     stacked_names = Experts.CHECKPOINT_NAMES

@@ -159,6 +159,13 @@ class LoadsPart:
         """These are not wanted, and nobody reads them; a model may record why."""
 
 
+class Dequantises:
+    """Makes weights of quantised checkpoints 16-bit itself while it loads them."""
+
+    #: `quant_method` of such checkpoints
+    dequantised_methods: ClassVar[tuple[str, ...]]
+
+
 class EagleModelMixin:
     """Lets a decoder return its residual stream at chosen depths.
 

@@ -98,12 +98,19 @@ def gated_mlp(vllm_config: VllmConfig, prefix: str, *, bias: bool = False) -> Ga
 
 
 def sliding_window(config: PretrainedConfig, layer_index: int) -> int | None:
-    """A layer's window, None of one with full attention; ValueError for another layer type."""
+    """A layer's window, None of one with full attention; VLLMValidationError for another layer
+    type, and for one that slides by no window."""
     kind = config.layer_types[layer_index]
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     if kind not in windows:
         raise VLLMValidationError(
             f"layer {layer_index} has type {kind!r}; supported: {sorted(windows)}", "model"
+        )
+    if kind == "sliding_attention" and windows[kind] is None:
+        raise VLLMValidationError(
+            f"layer {layer_index} is of type {kind!r}, but sliding_window of the config is None; "
+            "give the window, or the type 'full_attention'",
+            "model",
         )
     return windows[kind]
 

@@ -34,6 +34,8 @@ _SUFFIXES = ("", "_scale", "_scale_inv")
 _WEIGHT = "weight"
 _SCALES = ("weight_scale", "weight_scale_inv")
 _INPUT_SCALE = "input_scale"
+#: the output head's name in the model
+LM_HEAD = "lm_head.weight"
 
 
 class StackedNames:
@@ -312,46 +314,6 @@ def record_unused(counts: Mapping[str, int], reasons: Mapping[str, str]) -> None
                 f"{count} not loaded",
                 reasons[prefix],
                 "loading them",
-            )
-
-
-#: the output head's name in the model
-LM_HEAD = "lm_head.weight"
-_PLAIN_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-class TiedHead:
-    """The output head that a checkpoint has although its config ties it to the embedding. A copy is
-    of no use; of two that differ nothing says which one is meant. Quantised ones are not compared.
-
-    `embedding`: the parameter that is also the head, with its `weight_loader`.
-    """
-
-    def __init__(self, embedding: Tensor) -> None:
-        self._embedding = embedding
-        self._head: Tensor | None = None
-
-    def noticed(self, weights: Weights, mapper: WeightsMapper) -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, while they pass."""
-        load = get_weight_attr(self._embedding, "weight_loader", default_weight_loader)
-        for name, tensor in weights:
-            if mapper.map_name(name) == LM_HEAD and tensor.dtype in _PLAIN_DTYPES:
-                self._head = torch.empty_like(self._embedding, device="cpu")
-                try:
-                    load(self._head, tensor)
-                except WeightShapeError:
-                    self._head = tensor[:0]
-            yield name, tensor
-
-    def check(self) -> None:
-        """After the embedding is loaded: WeightsError for a head that differs from it."""
-        if self._head is not None and not torch.equal(self._head, self._embedding.cpu()):
-            override = "--hf-overrides '{\"tie_word_embeddings\": false}'"
-            raise WeightsError(
-                [
-                    f"{LM_HEAD} is not the embedding, to which tie_word_embeddings of config.json "
-                    f"ties it; give {override} to use it, or remove it from the checkpoint"
-                ]
             )
 
 

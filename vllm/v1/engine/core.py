@@ -9,17 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import EventBatch, EventPublisher, EventPublisherFactory
+from vllm.distributed.kv_events import EventBatch
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.placements import Placement
-from vllm.utils.class_registry import resolve_class
-from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import BlockHasher, get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -30,7 +24,12 @@ from vllm.v1.engine import (
     StopRequest,
 )
 from vllm.v1.engine.core_memory import CoreMemory
-from vllm.v1.engine.core_placements import CorePlacements, tell_weights_read
+from vllm.v1.engine.core_parts import (
+    create_block_hasher,
+    create_event_publisher,
+    create_scheduler,
+)
+from vllm.v1.engine.core_placements import CorePlacements
 from vllm.v1.engine.expert_rearrangement import ExpertRearrangement
 from vllm.v1.engine.joint_steps import JointSteps, meet_replicas
 from vllm.v1.engine.late_captures import LateCaptures
@@ -40,7 +39,6 @@ from vllm.v1.engine.sleep import ASLEEP, CoreSleep
 from vllm.v1.engine.steps_in_flight import StepsInFlight
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.station import failure_of
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.masks import StepMasks
@@ -82,8 +80,10 @@ class EngineCore:
             self.executor.check_experts()
             memory = CoreMemory(vllm_config, self.executor)
             kv_cache_config = memory.allocate(self.joint)
-            self.scheduler = self._create_scheduler(kv_cache_config, log_stats)
-            self._event_publisher = self._create_event_publisher()
+            self.scheduler = create_scheduler(
+                vllm_config, self.executor, kv_cache_config, log_stats
+            )
+            self._event_publisher = create_event_publisher(vllm_config)
         except BaseException as error:
             self.executor.shutdown(failure_of(error))
             if self.joint is not None:
@@ -91,7 +91,7 @@ class EngineCore:
             raise
         self._in_flight = StepsInFlight(self.executor, self.joint)
         self._widths = vllm_config.step_widths
-        self._block_hasher = self._create_block_hasher()
+        self._block_hasher = create_block_hasher(vllm_config, self.scheduler)
         self._grammars = StructuredOutputManager(vllm_config)
         self.sleeping = CoreSleep(vllm_config, self.scheduler, self.executor, self._drain)
         self.late_captures = LateCaptures(vllm_config, self.executor)
@@ -118,50 +118,6 @@ class EngineCore:
             "sleep": self.sleeping.sleep,
             "wake_up": self.sleeping.wake_up,
         }
-
-    # ---- start-up ------------------------------------------------------------------------------
-
-    def _create_scheduler(
-        self, kv_cache_config: KVCacheConfig, log_stats: bool
-    ) -> SchedulerInterface:
-        config = self.vllm_config.scheduler_config
-        scheduler_class: type[SchedulerInterface]
-        if config.scheduler_cls is not None:
-            scheduler_class = resolve_class(config.scheduler_cls)
-        else:
-            scheduler_class = AsyncScheduler if config.async_scheduling else Scheduler
-        scheduler = scheduler_class(self.vllm_config, kv_cache_config, log_stats)
-        if scheduler.max_steps_in_flight < self.executor.max_concurrent_batches:
-            raise ValueError(
-                f"{scheduler_class.__name__} schedules {scheduler.max_steps_in_flight} step at a "
-                "time, but asynchronous scheduling and pipeline stages keep "
-                f"{self.executor.max_concurrent_batches} in flight; use --no-async-scheduling and "
-                "--pipeline-parallel-size 1"
-            )
-        tell_weights_read(self.vllm_config, scheduler, self.executor)
-        if (connector := scheduler.get_kv_connector()) is not None:
-            self.executor.init_kv_output_aggregator(connector)
-            found = self.executor.collective_rpc("get_kv_connector_handshake_metadata")
-            if told := {ranks: metadata for ranks, metadata in found if metadata is not None}:
-                connector.set_xfer_handshake_metadata_pp_aware(told)
-        return scheduler
-
-    def _create_event_publisher(self) -> EventPublisher | None:
-        config = self.vllm_config.kv_events_config
-        if config is None or not config.enable_kv_cache_events:
-            return None
-        rank = self.vllm_config.parallel_config.data_parallel_rank
-        return EventPublisherFactory.create(config, rank)
-
-    def _create_block_hasher(self) -> BlockHasher | None:
-        cache = self.vllm_config.cache_config
-        if not cache.enable_prefix_caching and self.vllm_config.kv_transfer_config is None:
-            return None
-        hash_function = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
-        connector = self.scheduler.get_kv_connector()
-        root = None if connector is None else connector.get_prefix_hash_root()
-        init_none_hash(hash_function, root)
-        return get_request_block_hasher(cache.block_size, hash_function)
 
     # ---- requests ------------------------------------------------------------------------------
 

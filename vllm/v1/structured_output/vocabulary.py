@@ -68,7 +68,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 def end_tokens(params: SamplingParams, vocab_size: int) -> list[int]:
     """What may end a text; tokenizers and generation configs name tokens the model has not."""
-    return [token for token in params.eos_token_ids or () if token < vocab_size]
+    return [token for token in params.eos_token_ids or () if 0 <= token < vocab_size]
 
 
 def full_vocabulary(

@@ -95,7 +95,7 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     _require(stored, "fmt", ("e4m3",), "e4m3")
     _require(stored, "scale_fmt", ("float", _POWERS_OF_TWO), "float")
     _require(stored, "expert_dtype", ("fp8", "fp4"), "fp8")
-    excluded = list(stored.get("modules_to_not_convert") or stored.get("ignored_layers") or ())
+    excluded = _listed(stored, "modules_to_not_convert", "ignored_layers", "ignore")
     if stored.get("expert_dtype") == "fp4":
         # `mxfp4.without_packing` makes them 16-bit.
         excluded.append("experts")
@@ -111,12 +111,24 @@ def fp8_from_checkpoint(stored: Mapping[str, Any]) -> Fp8Config:
     if block is None:
         suffixes = {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
         return Fp8Config(static=static, excluded=excluded, suffixes=suffixes)
-    if list(block) != [GROUP, GROUP] or static:
+    if block != [GROUP, GROUP] or static:
         raise VLLMValidationError(
-            f"fp8 weights in blocks of {list(block)} with {stored.get('activation_scheme')} "
+            f"fp8 weights in blocks of {block} with {stored.get('activation_scheme')} "
             f"activation scales are not supported; supported: [{GROUP}, {GROUP}], dynamic"
         )
     return Fp8Config("block", excluded=excluded)
+
+
+def _listed(stored: Mapping[str, Any], *keys: str) -> list[str]:
+    """The names under all of `keys`: writers of checkpoints differ in which they use."""
+    for key in keys:
+        found = stored.get(key) or []
+        if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+            raise VLLMValidationError(
+                f"the checkpoint's quantization_config has {key} {found!r}; it must be a list of "
+                "names"
+            )
+    return list(dict.fromkeys(name for key in keys for name in stored.get(key) or ()))
 
 
 def _require(stored: Mapping[str, Any], key: str, supported: tuple[str, ...], default: str) -> None:
@@ -136,7 +148,7 @@ def fp8_from_modelopt(stored: Mapping[str, Any]) -> Fp8Config:
     """
     _require(stored, "quant_algo", ("FP8", _PER_CHANNEL), "none")
     _require(stored, "kv_cache_quant_algo", ("FP8",), "FP8")
-    excluded = stored.get("ignore") or stored.get("exclude_modules") or ()
+    excluded = _listed(stored, "ignore", "exclude_modules")
     config = Fp8Config(static=stored.get("quant_algo") != _PER_CHANNEL, excluded=excluded)
     config.name = "modelopt"
     return config
@@ -149,7 +161,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
     Raises ValueError for anything else, naming what was found.
     """
     _refuse_more_than_scales(stored)
-    groups = list((stored.get("config_groups") or {}).values())
+    groups = _groups(stored)
     targets = [group.get("targets") or [] for group in groups]
     if len(targets) != 1 or "Linear" not in targets[0] or not _TARGETS.issuperset(targets[0]):
         raise VLLMValidationError(
@@ -170,7 +182,7 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
         )
     if not static and token == "tensor":
         raise VLLMValidationError("compressed-tensors: dynamic activation scales must be per token")
-    excluded = stored.get("ignore") or ()
+    excluded = _listed(stored, "ignore")
     config = Fp8Config(static=static, excluded=excluded)
     if strategy == "block":
         _check_blocks(weights.get("block_structure"), inputs.get("group_size"), static)
@@ -178,6 +190,16 @@ def fp8_from_compressed_tensors(stored: Mapping[str, Any]) -> Fp8Config:
         config = Fp8Config("block", excluded=excluded, suffixes=suffixes)
     config.name = "compressed-tensors"
     return config
+
+
+def _groups(stored: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The `config_groups`, whose names mean nothing."""
+    found = stored.get("config_groups") or {}
+    if not isinstance(found, Mapping) or not all(isinstance(g, Mapping) for g in found.values()):
+        raise VLLMValidationError(
+            f"compressed-tensors: config_groups {found!r}; it must be an object of objects"
+        )
+    return list(found.values())
 
 
 def _refuse_more_than_scales(stored: Mapping[str, Any]) -> None:

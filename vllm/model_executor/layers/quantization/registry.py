@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantisation methods by name, and which one a model uses."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
@@ -14,6 +16,8 @@ from vllm.model_executor.layers.quantization.fp8_config import (
     fp8_from_modelopt,
 )
 from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
+from vllm.model_executor.models.interfaces import Dequantises
+from vllm.model_executor.models.registry import ModelRegistry
 
 #: `quant_method` of a checkpoint -> its reader
 _STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
@@ -21,7 +25,7 @@ _STORED: dict[str, Callable[[Mapping[str, Any]], QuantizationConfig]] = {
     "compressed-tensors": fp8_from_compressed_tensors,
     "modelopt": fp8_from_modelopt,
 }
-#: `quant_method` of checkpoints that a model's own loader makes 16-bit (gpt-oss)
+#: `quant_method` of checkpoints that a model's own loader makes 16-bit: see `Dequantises`
 _MADE_16_BIT = (MXFP4,)
 #: methods that quantise 16-bit checkpoints while they load
 _AT_LOAD: dict[str, Callable[[], QuantizationConfig]] = {"fp8": fp8_at_load}
@@ -47,12 +51,13 @@ def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
     from vllm.platforms import current_platform
 
     asked, stored = model.quantization, stored_quantization(model)
-    method = str(stored.get("quant_method")) if stored else None
+    method = None if stored is None else _method(stored)
     if asked is None and method is None:
         return None
     if asked is not None and method is not None and asked != method:
         raise _refused(asked, f"the checkpoint is quantised as {method}; leave the flag out")
     if method in _MADE_16_BIT:
+        _check_dequantised(method, model.architectures)
         return None
     try:
         config = _STORED[method](stored) if stored and method else _AT_LOAD[asked or ""]()
@@ -66,6 +71,33 @@ def make_quantization_config(model: ModelConfig) -> QuantizationConfig | None:
         why = "float8 needs compute capability 8.9 or higher; serve a 16-bit checkpoint"
         raise _refused(asked or method, why)
     return config
+
+
+def _method(stored: Mapping[str, Any]) -> str:
+    method = stored.get("quant_method")
+    if method is None:
+        raise VLLMValidationError(
+            f"the checkpoint's quantization_config {dict(stored)} names no quant_method", "model"
+        )
+    return str(method)
+
+
+def _check_dequantised(method: str, architectures: Sequence[str]) -> None:
+    """VLLMValidationError for a model whose loader does not make such weights 16-bit."""
+    model_class, name = ModelRegistry.resolve_model_cls(architectures)
+    if _dequantises(model_class, method):
+        return
+    known = sorted(ModelRegistry.get_supported_archs())
+    families = [one for one in known if _dequantises(ModelRegistry.load_model_cls(one), method)]
+    raise _refused(
+        method,
+        f"not supported for {name}; supported for {', '.join(families)}; serve a checkpoint in 16 "
+        "bits or float8",
+    )
+
+
+def _dequantises(model_class: type[nn.Module], method: str) -> bool:
+    return issubclass(model_class, Dequantises) and method in model_class.dequantised_methods
 
 
 def _refused(method: str | None, why: str) -> VLLMValidationError:
