@@ -96,7 +96,11 @@ CASES: dict[str, tuple[Damage, str]] = {
         edit_weights(lambda t: t.update({"model.layers.0.linear_attn.A_log": torch.zeros(3)})),
         "mis-shaped: model.layers.0.linear_attn.A_log: expected shape [4], found [3]",
     ),
-    "other sizes": (edit_config(num_attention_heads=3), "mis-shaped: model.layers.3.self_attn."),
+    "other sizes": (edit_config(num_attention_heads=8), "mis-shaped: model.layers.3.self_attn."),
+    "heads that do not divide": (
+        edit_config(num_attention_heads=3),
+        "3 query heads for 2 key/value heads are not supported",
+    ),
     "no config": (remove("config.json"), "holds no config.json"),
     "broken config": (replace("config.json", b'{"model_type": '), "config.json is not valid JSON"),
     "config list": (replace("config.json", b"[]"), "config.json must hold a JSON object"),
