@@ -216,10 +216,9 @@ def test_sampling_defaults(tmp_path: Path) -> None:
 
 
 def recorded(path: str, **options: Any) -> dict[str, str | None]:
-    log = decisions.DecisionLog()
-    with log.current():
-        ModelConfig(path, **options).record_generation_config()
-    return {d.what: d.instead_of for d in log._records.values()}
+    decisions.clear()
+    ModelConfig(path, **options).record_generation_config()
+    return {d.what: d.instead_of for d in decisions.decisions()}
 
 
 def test_what_is_not_served_of_a_generation_config_is_recorded(tmp_path: Path) -> None:
