@@ -27,6 +27,14 @@ inline void check_factors(const char* name, const Tensor& x, int64_t chunks, int
   }
 }
 
+// Of Kimi delta attention's decays.
+inline void check_parameter(const char* name, const Tensor& x, int64_t elements) {
+  if (!x.is_cuda() || x.scalar_type() != ScalarType::Float || x.numel() != elements ||
+      !x.is_contiguous() || !aligned(x)) {
+    reject(name, x, "be dense float32: A_log [heads], dt_bias [heads, 128]");
+  }
+}
+
 inline void check_batch(const char* name, const Tensor& x, int64_t entries, ScalarType dtype) {
   if (!x.is_cuda() || x.dim() != 1 || x.scalar_type() != dtype || x.size(0) < entries ||
       x.stride(0) != 1) {

@@ -14,7 +14,7 @@ from tests.kernels.cases import error_ratio
 from tests.kernels.test_kda import prefill, strengthen, wide
 from vllm._extension import CUDA_LIBRARY
 from vllm.kernels.naive import NaiveKernels
-from vllm.model_executor.layers.fla.ops.kda import hopper
+from vllm.model_executor.layers.fla.ops.kda import hopper, hopper_fused, hopper_stages
 from vllm.model_executor.layers.fla.ops.kda.chunk_factors import chunk_factors
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 
@@ -24,6 +24,11 @@ BF16 = torch.bfloat16
 SIZE = (4, 128, 128)
 RAGGED = [200, 64, 1, 130, 63, 256]
 CARRIED = [True, False, True, False, True, True]
+#: heads of a layer whose prefills are two launches, and one
+STAGES, ONE_LAUNCH = 4, hopper.HEADS_OF_ONE_LAUNCH
+#: How many sequences of the latter have factors that helpers make, blocks of threads that scan half
+#: a head each, and those of whole heads.
+WAYS = [1, 2, 6]
 
 
 @pytest.fixture(autouse=True)
@@ -56,22 +61,39 @@ def errors(problem: KdaPrefill) -> tuple[float, float]:
     )
 
 
+CASES = [(STAGES, 6), *((ONE_LAUNCH, count) for count in WAYS)]
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float32, BF16])
-def test_ragged_batches(state_dtype: torch.dtype) -> None:
-    problem = made(RAGGED, CARRIED, padding=1)
+@pytest.mark.parametrize(("heads", "sequences"), CASES)
+def test_ragged_batches(heads: int, sequences: int, state_dtype: torch.dtype) -> None:
+    problem = made(RAGGED[:sequences], CARRIED[:sequences], padding=1, heads=heads)
     assert max(errors(replace(problem, state=problem.state.to(state_dtype)))) < 7e-3
 
 
-# About 10 and 40 per token: over eight tokens, what fp32 has an exponent for and what it has not.
-@pytest.mark.parametrize("by", [6.0, 25.0])
-def test_strong_decays(by: float) -> None:
-    assert max(errors(strengthen(made(RAGGED, CARRIED), by))) < 7e-3
+# About 2, 10 and 40 per token: chunks of 32 that are seen from their middle, and over eight tokens
+# what fp32 has an exponent for and what it has not.
+@pytest.mark.parametrize("by", [2.0, 6.0, 25.0])
+@pytest.mark.parametrize(("heads", "sequences"), CASES)
+def test_strong_decays(heads: int, sequences: int, by: float) -> None:
+    problem = made(RAGGED[:sequences], CARRIED[:sequences], heads=heads)
+    assert max(errors(strengthen(problem, by))) < 7e-3
 
 
-def test_slow_decays() -> None:
-    problem = made([1500], [True])
+@pytest.mark.parametrize("heads", [STAGES, ONE_LAUNCH])
+def test_slow_decays(heads: int) -> None:
+    problem = made([1500], [True], heads=heads)
     problem.gates.A_log.uniform_(-8, -7)
     assert max(errors(problem)) < 1e-2
+
+
+def test_sequences_go_every_way() -> None:
+    multiprocessors = torch.cuda.get_device_properties("cuda").multi_processor_count
+    pairs = [ONE_LAUNCH * count for count in WAYS]
+    problems = [made(RAGGED[:n], CARRIED[:n], heads=ONE_LAUNCH) for n in WAYS]
+    found = [hopper_fused.helpers_of(problem) for problem in problems]
+    assert found == [multiprocessors - 2 * pairs[0], 0, 0]
+    assert 2 * pairs[1] <= multiprocessors < 2 * pairs[2]
 
 
 def exact_factors(p: KdaPrefill) -> dict[str, Tensor]:
@@ -112,7 +134,7 @@ def test_the_factors_are_as_exact_as_those_of_triton(by: float) -> None:
     problem = made(RAGGED, CARRIED)
     if by > 0:
         strengthen(problem, by)
-    ours, theirs = hopper.hopper_factors(problem), chunk_factors(problem)
+    ours, theirs = hopper_stages.hopper_factors(problem), chunk_factors(problem)
     for name, exact in exact_factors(problem).items():
         found, allowed = (error_ratio(vars(x)[name], exact) for x in (ours, theirs))
         assert found < 1.1 * allowed + 2e-5, name
@@ -124,9 +146,10 @@ def run(problem: KdaPrefill) -> tuple[Tensor, Tensor]:
     return problem.out, problem.state[index]
 
 
-# The scan's blocks of threads have a head each or half of one: of 24 heads and three sequences 72,
-# of one sequence 48.
-@pytest.mark.parametrize("heads", [4, 24])
+# Two launches: the scan's blocks of threads have a head each or half of one, of 24 heads and three
+# sequences 72, of one sequence 48. One launch: a sequence has helpers (32 heads) or half a head a
+# block (50), three have a head a block.
+@pytest.mark.parametrize("heads", [4, 24, 32, 50])
 def test_bits_depend_neither_on_the_batch_nor_on_where_a_prompt_is_cut_into_chunks(
     heads: int,
 ) -> None:
@@ -150,6 +173,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_where_a_prompt_is_cut_into_chun
 
 
 def test_what_it_does_not_take_is_an_error() -> None:
-    problem = prefill([70], [False], SIZE, "cuda", torch.float16)
-    with pytest.raises(RuntimeError, match="q must be bfloat16"):
-        hopper.hopper_prefill(problem)
+    for heads, name in ((STAGES, "q"), (ONE_LAUNCH, "qkv")):
+        problem = prefill([70], [False], (heads, *SIZE[1:]), "cuda", torch.float16)
+        with pytest.raises(RuntimeError, match=f"{name} must be bfloat16"):
+            hopper.hopper_prefill(problem)

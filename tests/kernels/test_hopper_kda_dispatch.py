@@ -17,16 +17,22 @@ from vllm.kernels.journal import Journal, JournalMemory, JournalSize
 from vllm.kernels.naive import NaiveKernels
 from vllm.kernels.registry import Implementation
 from vllm.model_executor.layers.fla.ops.kda import hopper
-from vllm.model_executor.layers.fla.ops.kda.hopper import takes_prefill
+from vllm.model_executor.layers.fla.ops.kda.hopper import (
+    HEADS_OF_ONE_LAUNCH,
+    hopper_prefill,
+    takes_prefill,
+)
 from vllm.model_executor.layers.fla.ops.kda.hopper_decode import MAX_PLACES, takes_decode
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaDecode, KdaPrefill
 
 BF16 = torch.bfloat16
 
 
-def problem(dk: int = 128, dv: int = 128, dtype: torch.dtype = BF16, extra: int = 8) -> KdaPrefill:
-    made = prefill([70], [False], (2, dk, dv), "cpu", dtype)
-    a = strided(made.gates.a.flatten(1), extra).unflatten(1, (2, dk))
+def problem(
+    dk: int = 128, dv: int = 128, dtype: torch.dtype = BF16, extra: int = 8, heads: int = 2
+) -> KdaPrefill:
+    made = prefill([70], [False], (heads, dk, dv), "cpu", dtype)
+    a = strided(made.gates.a.flatten(1), extra).unflatten(1, (heads, dk))
     return replace(made, qkv=strided(made.qkv, extra), gates=replace(made.gates, a=a))
 
 
@@ -49,6 +55,18 @@ def test_others_are_not() -> None:
         assert not takes_prefill(replace(made, gates=replace(gates, **wrong)))
     apart = strided(made.out.flatten(1), 4).unflatten(1, made.out.shape[1:])
     assert not takes_prefill(replace(made, out=apart))
+
+
+@pytest.mark.parametrize("heads", [1, HEADS_OF_ONE_LAUNCH - 1, HEADS_OF_ONE_LAUNCH])
+def test_a_layer_s_heads_decide_between_one_launch_and_two(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("prefill_at_once", "prefill_in_stages"):
+        monkeypatch.setattr(hopper, name, lambda p, name=name: calls.append(name))
+    hopper_prefill(problem(heads=heads))
+    at_once = heads == HEADS_OF_ONE_LAUNCH
+    assert calls == ["prefill_at_once" if at_once else "prefill_in_stages"]
 
 
 # ---- decodes -------------------------------------------------------------------------------------

@@ -65,5 +65,9 @@ template <int PENDING = 0>
 __device__ inline void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
+// This thread's stores have been written.
+__device__ inline void wait_for_written_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 }  // namespace vllm_cuda

@@ -31,16 +31,18 @@ inline MapEncoder map_encoder() {
   return encoder;
 }
 
-// Boxes of 64 rows in `matrices` matrices, swizzled by 128 bytes; data and strides are multiples of
-// 16 bytes. Returns what went wrong, or null.
-inline const char* encode_map(CUtensorMap& map, const Matrices& from, int matrices) {
+// Boxes of `rows` rows in `matrices` matrices, swizzled by 128 bytes; data and strides are multiples
+// of 16 bytes. Returns what went wrong, or null.
+inline const char* encode_map(CUtensorMap& map, const Matrices& from, int matrices,
+                              int rows = 64) {
   const MapEncoder encode = map_encoder();
   if (encode == nullptr) return "the driver has no tensor maps";
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * 2; };
   const cuuint64_t sizes[] = {64, static_cast<cuuint64_t>(from.rows),
                               static_cast<cuuint64_t>(from.count)};
   const cuuint64_t strides[] = {bytes(from.row_stride), bytes(from.stride)};
-  const cuuint32_t box[] = {64, 64, static_cast<cuuint32_t>(matrices)}, steps[] = {1, 1, 1};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(matrices)};
+  const cuuint32_t steps[] = {1, 1, 1};
   const CUresult result =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(from.data), sizes,
              strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
@@ -70,7 +72,7 @@ struct Matrix {
   int64_t rows, columns, row_stride;
 };
 
-// At most 256 rows; swizzled by their length, of 32 or 64 columns, or dense.
+// At most 256 rows; swizzled by their length, of 16, 32 or 64 columns, or dense.
 struct Box {
   int rows, columns;
   bool swizzled;
@@ -87,8 +89,9 @@ inline const char* encode_map(CUtensorMap& map, const Matrix& from, const Box& b
   const cuuint32_t extent[] = {static_cast<cuuint32_t>(box.columns),
                                static_cast<cuuint32_t>(box.rows)};
   const cuuint32_t steps[] = {1, 1};
-  const CUtensorMapSwizzle swizzle =
-      box.columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  const CUtensorMapSwizzle swizzle = box.columns == 16   ? CU_TENSOR_MAP_SWIZZLE_32B
+                                     : box.columns == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                         : CU_TENSOR_MAP_SWIZZLE_128B;
   const CUresult result = encode(
       &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(from.data), sizes, &stride,
       extent, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,

@@ -20,6 +20,15 @@ __device__ inline void load_tile(void* to, const CUtensorMap* map, int x, int y,
       : "memory");
 }
 
+__device__ inline void load_tile(void* to, const CUtensorMap* map, int x, int y, int z, int w,
+                                 uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Dense; `bytes` and both addresses are multiples of 16.
 __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(
@@ -27,6 +36,13 @@ __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uin
           "r"(shared_address(to)),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+// As above, out of shared memory: part of the thread's group of stores.
+__device__ inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(shared_address(from)), "r"(bytes)
+               : "memory");
 }
 
 // What plain instructions wrote to shared memory is visible to products and copies of tiles.

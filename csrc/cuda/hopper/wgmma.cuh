@@ -96,6 +96,28 @@ __device__ inline void products_wait() {
 // The left operand from registers: rows lane / 4 and + 8 of the warp's 16, columns
 // 2 * (lane % 4) + {0, 1} and + 8, packed in pairs, as results come out.
 template <int TRANSPOSED>
+__device__ inline void product(float (&d)[16], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" VLLM_R16
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
+      : VLLM_O16
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+
+// Results of b's first 32 rows and of its next.
+template <int TRANSPOSED>
+__device__ inline void product(float (&d)[16], float (&e)[16], const uint32_t (&a)[4], uint64_t b,
+                               int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" VLLM_R32
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+      : VLLM_O16, VLLM_F8(e, 0), VLLM_F8(e, 8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(TRANSPOSED));
+}
+
+template <int TRANSPOSED>
 __device__ inline void product(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int add) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"

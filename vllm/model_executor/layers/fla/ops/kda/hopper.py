@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi delta attention in CUDA C++ for Hopper: `csrc/cuda/hopper/kda_*.cu`.
 
-It takes bfloat16 activations and heads of 128; everything else goes to the Triton kernels, whose
-inputs and outputs are the same.
+It takes bfloat16 activations and heads of 128; everything else goes to the Triton kernels.
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ import torch
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.registry import Implementation
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
-from vllm.model_executor.layers.fla.ops.kda.chunk import run_chunked
-from vllm.model_executor.layers.fla.ops.kda.chunk_factors import ChunkFactors, empty_factors
 from vllm.model_executor.layers.fla.ops.kda.hopper_decode import hopper_decode, takes_decode
+from vllm.model_executor.layers.fla.ops.kda.hopper_fused import prefill_at_once
+from vllm.model_executor.layers.fla.ops.kda.hopper_stages import prefill_in_stages
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 
 HEAD_DIM = 128
 STATE_DTYPES = (torch.float32, torch.bfloat16)
+#: Layers of so many heads are one launch. Two make the factors of fewer on all multiprocessors,
+#: whatever the number of sequences. Bits differ, so a layer's heads decide, not the batch.
+HEADS_OF_ONE_LAUNCH = 32
 
 
 def takes_prefill(problem: KdaPrefill) -> bool:
-    """Whether the stages are compiled for this: bfloat16, heads of 128, aligned rows."""
+    """Whether the kernels are compiled for this: bfloat16, heads of 128, aligned rows."""
     gates, (_, _, dk, dv) = problem.gates, problem.heads
     return (
         dk == dv == HEAD_DIM
@@ -33,65 +35,14 @@ def takes_prefill(problem: KdaPrefill) -> bool:
     )
 
 
-def hopper_factors(p: KdaPrefill) -> ChunkFactors:
-    """As `chunk_factors`, for what `takes_prefill`.
-
-    Raises:
-        RuntimeError: a problem that it does not take.
-    """
-    heads, gates, made = p.heads[0], p.gates, empty_factors(p)
-    q, k, _ = _split(p)
-    torch.ops.vllm_cuda.kda_factors.default(
-        q,
-        k,
-        gates.a,
-        gates.b,
-        gates.A_log,
-        gates.dt_bias.view(heads, HEAD_DIM),
-        p.query_start_loc,
-        p.chunk_indices,
-        HEAD_DIM**-0.5,
-        made.queries,
-        made.keys,
-        made.ends,
-        made.T,
-        made.P,
-        made.decays,
-    )
-    return made
-
-
-def hopper_scan(p: KdaPrefill, factors: ChunkFactors) -> None:
-    """As `scan_chunks`, for what `takes_prefill`.
-
-    Raises:
-        RuntimeError: a problem that it does not take.
-    """
-    torch.ops.vllm_cuda.kda_scan.default(
-        _split(p)[2],
-        factors.queries,
-        factors.keys,
-        factors.ends,
-        factors.T,
-        factors.P,
-        factors.decays,
-        p.out,
-        p.state,
-        p.state_indices,
-        p.has_initial_state,
-        p.query_start_loc,
-        p.chunk_offsets,
-    )
-
-
-def _split(p: KdaPrefill) -> tuple[torch.Tensor, ...]:
-    """q, k and v, `[tokens, heads, 128]` each."""
-    return p.qkv.unflatten(1, (3 * p.heads[0], HEAD_DIM)).split(p.heads[0], dim=1)
-
-
 def hopper_prefill(problem: KdaPrefill) -> None:
-    """See `naive.kda_prefill`."""
-    run_chunked(problem, make_factors=hopper_factors, scan=hopper_scan)
+    """See `naive.kda_prefill`; for what `takes_prefill`.
+
+    Raises:
+        RuntimeError: a problem that it does not take.
+    """
+    at_once = problem.heads[0] >= HEADS_OF_ONE_LAUNCH
+    (prefill_at_once if at_once else prefill_in_stages)(problem)
 
 
 OPS = CudaOps(

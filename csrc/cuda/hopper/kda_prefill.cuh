@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: Apache-2.0
+// A prefill of Kimi delta attention for bf16 and heads of 128 (sm_90a); the maths is that of
+// `kda_prefill_factors.cuh`.
+//
+// A CTA goes through a sequence and head in chunks of 32 tokens. Teams of two warps make what
+// chunks need besides the state, or helpers do. Two warpgroups, or one where half a head is a
+// CTA's, hold 64 rows of S^T [dv, dk] each in fp32 and take chunk after chunk, everything
+// transposed: each product's left operand is the result before it, in registers.
+#pragma once
+
+#include "hopper/chunk_scan_registers.cuh"
+#include "hopper/kda_prefill_makers.cuh"
+
+namespace vllm_cuda {
+
+namespace kda_prefill {
+
+template <int GROUPS>
+struct Scan {
+  const Maps& maps;
+  const KdaPrefillArgs& args;
+  const Place& place;
+  Shared<GROUPS>& shared;
+  const int group = GROUPS > 1 ? threadIdx.x / WARPGROUP : 0;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Results of products; their rows are dv.
+  float S[64];            // [dv, dk], the state
+  float fresh[CHUNK / 2];  // W
+  float o[CHUNK / 2], seen[CHUNK / 2];  // output and K S
+  Turn turn{0};
+
+  // What the state lacks: values less what it holds for the keys, in units of the keys' lengths.
+  struct Values {
+    uint32_t of[4][2];  // by eight tokens and rows; two neighbouring tokens each
+    __device__ Values(const char* v, int warp) {
+      const int lane = threadIdx.x % 32, row = lane % 16;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t at = shared_address(v) + (PART * i + row) * ROW_BYTES +
+                            ((2 * (warp % 4) + lane / 16 ^ row % 8) << 4);
+        const Tile x = load_transposed(at);
+        of[2 * i][0] = x.r[0], of[2 * i + 1][0] = x.r[1];
+        of[2 * i][1] = x.r[2], of[2 * i + 1][1] = x.r[3];
+      }
+    }
+    // Those past the sequence's end, which are others', become zero.
+    __device__ void clear_from(int tokens) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = 8 * i + threadIdx.x % 4 * 2;
+        const uint32_t kept = token + 1 < tokens ? ~0u : token < tokens ? 0xffffu : 0u;
+        of[i][0] &= kept, of[i][1] &= kept;
+      }
+    }
+  };
+  __device__ void lack(const Values& v, const Scales& from) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 n = *reinterpret_cast<const float2*>(from.k_norm + 8 * i + 2 * (lane % 4));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* const at = seen + 4 * i + 2 * half;
+        at[0] = fmaf(n.x, low_half(v.of[i][half]), -at[0]);
+        at[1] = fmaf(n.y, high_half(v.of[i][half]), -at[1]);
+      }
+    }
+  }
+  // o = S Q^T, seen = S K^T
+  __device__ void queue_state_products(const uint32_t (&rounded)[8][4], Stage& from) {
+    const uint64_t rows = tile_descriptor(from.factors.halves[0].queries);
+    products_fence();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      product<0>(o, seen, rounded[i], advance(rows, i / 4 * sizeof(Half) + i % 4 * 32), i > 0);
+    }
+    products_commit();
+  }
+  // fresh = operand @ T^T
+  __device__ void queue_fresh(const uint32_t (&operand)[2][4], Stage& from) {
+    const uint64_t rows = transposed_descriptor(from.factors.inverse, 0);
+    products_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      product<1>(fresh, operand[i], advance(rows, i * PART_BYTES), i > 0);
+    }
+    products_commit();
+  }
+  // o += operand @ P^T. Its registers stay those of a product of 64 rows: the last 32 are those of
+  // `inverse`, for `seen` has been used.
+  __device__ void queue_output(const uint32_t (&operand)[2][4], Stage& from) {
+    const uint64_t rows = tile_descriptor(from.factors.products);
+    products_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) product<0>(o, seen, operand[i], advance(rows, 32 * i), 1);
+    products_commit();
+  }
+  // S += operand @ grown keys
+  __device__ void queue_update(const uint32_t (&operand)[2][4], Stage& from) {
+    const uint64_t rows = transposed_descriptor(from.factors.halves[0].grown, sizeof(Half));
+    products_fence();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) product<1>(S, operand[i], advance(rows, i * PART_BYTES), 1);
+    products_commit();
+  }
+
+
+  // Groups take turns at the tensor cores.
+  __device__ void await_turn() const {
+    if (GROUPS > 1) asm volatile("bar.sync %0, 256;" ::"r"(8 + group) : "memory");
+  }
+  __device__ void pass_turn() const {
+    if (GROUPS > 1) asm volatile("bar.arrive %0, 256;" ::"r"(9 - group) : "memory");
+  }
+
+  // What half the lane's columns decay by: `decays` of a stage.
+  struct Decays {
+    float2 by[8];
+    Decays() = default;
+    __device__ Decays(const float (&decays)[DIM], int half, int lane) {
+      const float* const own = decays + HALF * half + 2 * (lane % 4);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) by[i] = *reinterpret_cast<const float2*>(own + 8 * i);
+    }
+  };
+  template <int PART_OF_S>
+  __device__ void decay(const Decays& decays) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float2 by = decays.by[i];
+      float* const at = S + 32 * PART_OF_S + 4 * i;
+      at[0] *= by.x, at[1] *= by.y, at[2] *= by.x, at[3] *= by.y;
+    }
+  }
+  // Between a chunk's products and those of the next one, at once. Either factor is one, a power of
+  // two, or multiplies where no state is ever stored (`Reference`), so bits do not depend on that.
+  __device__ Decays pass(const Scales& own, const Scales& next, int half) const {
+    Decays decays(own.after, half, lane);
+    const Decays before(next.before, half, lane);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      decays.by[i].x *= before.by[i].x;
+      decays.by[i].y *= before.by[i].y;
+    }
+    return decays;
+  }
+
+  // By the queries' lengths.
+  __device__ void scale_output(const float2 (&scales)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 by = scales[i];
+      o[4 * i] *= by.x, o[4 * i + 1] *= by.y, o[4 * i + 2] *= by.x, o[4 * i + 3] *= by.y;
+    }
+  }
+  // A warp's output of a chunk, 16 columns of 32 tokens, transposed in shared memory. The copy
+  // before has left it.
+  __device__ char* out_unit(int row, int unit) const {
+    return shared.out[warp] + row * OUT_ROW_BYTES + ((unit ^ row / 4 % 2) << 4);
+  }
+  __device__ void stage_output() const {
+    uint32_t packed[2][4];
+    chunk_scan::pack(packed, o);
+    if (lane == 0) wait_for_stores();
+    __syncwarp();
+    const int row = lane / 16 * 8 + lane % 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      store_transposed(out_unit(PART * i + row, lane / 8 % 2), packed[i][0], packed[i][1],
+                       packed[i][2], packed[i][3]);
+    }
+  }
+  __device__ int out_column() const { return place.part * HALF + warp * PART; }
+  // Of the chunk before.
+  __device__ void write(int chunk) const {
+    shared_fence();
+    __syncwarp();
+    if (lane == 0) {
+      store_box(&maps.out, shared.out[warp], out_column(), place.first + chunk * CHUNK);
+      commit_stores();
+    }
+  }
+  // The rows past a sequence's end are others'.
+  __device__ void write_last() const {
+    __syncwarp();
+    const int token = (place.chunks - 1) * CHUNK + lane;
+    if (token >= place.length) return;
+    auto* const to = static_cast<__nv_bfloat16*>(args.out) +
+                     (place.first + token) * args.out_stride + out_column();
+#pragma unroll
+    for (int unit = 0; unit < 2; ++unit) {
+      *reinterpret_cast<uint4*>(to + 8 * unit) =
+          *reinterpret_cast<const uint4*>(out_unit(lane, unit));
+    }
+  }
+
+  // One chunk; its values are queued. Leaves the next chunk's values there (those of whatever lies
+  // there, after the last one), and no product under way: the compiler follows one along straight
+  // code only.
+  __device__ void step(int chunk) {
+    Stage& own = shared.stages[turn.stage];
+    const bool last = chunk + 1 == place.chunks;
+    await_turn();
+    {
+      uint32_t rounded[8][4];
+      chunk_scan::pack(rounded, S);
+      queue_state_products(rounded, own);
+      if (chunk > 0) write(chunk - 1);
+      Values v(own.v[group], warp);
+      if (last) v.clear_from(place.length - chunk * CHUNK);
+      products_wait<0>(seen);
+      if (group == 0 || !last) pass_turn();
+      lack(v, shared.scales[turn.stage]);
+    }
+    uint32_t operand[2][4];
+    chunk_scan::pack(operand, seen);
+    queue_fresh(operand, own);
+    const Scales& scales = shared.scales[turn.stage];
+    if (scales.when[0] & BETWEEN) decay<0>(Decays(scales.between, 0, lane));
+    if (scales.when[1] & BETWEEN) decay<1>(Decays(scales.between, 1, lane));
+    products_wait<0>(fresh);
+    chunk_scan::pack(operand, fresh);
+    queue_update(operand, own);
+    queue_output(operand, own);
+    uint64_t* const used = &shared.used[turn.stage];
+    turn.advance(1);
+    const Scales& next = shared.scales[turn.stage];
+    if (!last) wait_parity(&shared.made[turn.stage], turn.phase);
+    // After the last chunk `next` is one that was used before it: nothing decays to its start.
+    const auto passes = [&](int half) {
+      return (scales.when[half] & AFTER) | (last ? 0 : next.when[half] & BEFORE);
+    };
+    const bool first_passes = passes(0), second_passes = passes(1);
+    Decays first, second;
+    if (first_passes) first = last ? Decays(scales.after, 0, lane) : pass(scales, next, 0);
+    if (second_passes) second = last ? Decays(scales.after, 1, lane) : pass(scales, next, 1);
+    float2 of_queries[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      of_queries[i] = *reinterpret_cast<const float2*>(scales.q_scale + 2 * (lane % 4) + 8 * i);
+    }
+    products_wait<1>(S);
+    if (first_passes) decay<0>(first);
+    if (second_passes) decay<1>(second);
+    products_wait<0>(o);
+    scale_output(of_queries);
+    stage_output();
+    __syncwarp();
+    if (lane == 0) arrive(used);
+  }
+
+  __device__ void run() {
+    const Scales& first = shared.scales[0];
+    wait_parity(&shared.made[0], 0);
+    if (first.when[0] & BEFORE) decay<0>(Decays(first.before, 0, lane));
+    if (first.when[1] & BEFORE) decay<1>(Decays(first.before, 1, lane));
+    if (GROUPS > 1 && group == 1) pass_turn();
+    for (int chunk = 0; chunk < place.chunks; ++chunk) step(chunk);
+    write_last();
+  }
+};
+
+// `HANDED`: helpers make the factors.
+template <int GROUPS, bool HANDED>
+constexpr int THREADS = GROUPS * WARPGROUP + (HANDED ? 32 : TEAMS * TEAM_THREADS);
+
+// Grid (heads x 2 / GROUPS, sequences).
+template <int GROUPS, bool HANDED, typename State>
+__global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
+    kernel(const __grid_constant__ Maps maps, const KdaPrefillArgs args) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<GROUPS>*>(memory);
+  Place place;
+  if (!find_place<GROUPS>(args, place)) return;
+  if (threadIdx.x == 0) shared.init(HANDED ? 1 : TEAM_THREADS / 32);
+  if (!HANDED && threadIdx.x < DIM / 2) {
+    GateInputs(args, place.head, threadIdx.x).publish(threadIdx.x, shared.gates);
+  }
+  __syncthreads();
+  if (threadIdx.x < GROUPS * WARPGROUP) {
+    // What does not fit goes to memory: the L1 cache is next to nothing beside this much shared
+    // memory.
+    if (!HANDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 184 : 216));
+    Scan<GROUPS> scan{maps, args, place, shared};
+    State* const own = static_cast<State*>(args.states) + place.state +
+                       (16 * scan.warp + scan.lane / 4) * DIM + 2 * (scan.lane % 4);
+    chunk_scan::load_state(scan.S, own, place.carried);
+    scan.run();
+    chunk_scan::store_state(own, scan.S);
+    // What comes after this launch comes after the helpers.
+    if (HANDED) wait_for_predecessors();
+  } else if (HANDED) {
+    if (threadIdx.x % 32 == 0) receive(maps, args, place, shared);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 72 : 144));
+    // The compiler sees that all lanes have the same number.
+    make(maps, args, place, __shfl_sync(~0u, threadIdx.x / 32, 0) - 4 * GROUPS, shared);
+  }
+}
+
+}  // namespace kda_prefill
+
+}  // namespace vllm_cuda
