@@ -29,12 +29,13 @@ struct LatentAttentionArgs {
 };
 
 struct LatentAttentionLaunch {
-  int rows;    // of a tile, 16 or 32: query tokens of a sequence times heads
+  int rows;    // of a tile, 32 or 64: query tokens of a sequence times heads
+  int max_query_len;
   int device;  // the current device
   void* stream;
 };
 
-// Queues the kernel on the stream; returns what went wrong, or null.
+// Queues the kernel on the stream, and one that joins shares; returns what went wrong, or null.
 const char* launch_latent_attention(const LatentAttentionArgs& args,
                                     const LatentAttentionLaunch& launch);
 

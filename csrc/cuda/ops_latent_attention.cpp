@@ -27,8 +27,8 @@ void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& c
        "be bfloat16 [heads, tokens, 512], rows at 16 bytes");
   need(is(shared, kBf16, {tokens, heads, kLatentShared}) && at_16_bytes(shared), "shared", shared,
        "be bfloat16 [tokens, heads, 64], rows at 16 bytes");
-  need(is(out, kBf16, {heads, tokens, kLatentDims}) && out.stride(2) == 1, "out", out,
-       "be bfloat16 [heads, tokens, 512]");
+  need(is(out, kBf16, {heads, tokens, kLatentDims}) && at_16_bytes(out), "out", out,
+       "be bfloat16 [heads, tokens, 512], rows at 16 bytes");
   need(cache.is_cuda() && cache.scalar_type() == kBf16 && cache.dim() == 3 &&
            cache.size(1) % 16 == 0 && cache.size(2) == kLatentDims + kLatentShared &&
            cache.stride(2) == 1 && cache.stride(1) == cache.size(2) && cache.stride(0) % 8 == 0 &&
@@ -39,7 +39,7 @@ void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& c
   if (splits < 1 || split_keys < 1 || max_query_len < 1) {
     throw std::runtime_error("vllm_cuda: shares and queries have at least one key and token");
   }
-  if (rows != 16 && rows != 32) throw std::runtime_error("vllm_cuda: tiles have 16 or 32 rows");
+  if (rows != 32 && rows != 64) throw std::runtime_error("vllm_cuda: tiles have 32 or 64 rows");
   if (splits > 1) {
     if (!part || !lse) throw std::runtime_error("vllm_cuda: shares need memory");
     constexpr auto f32 = ScalarType::Float;
@@ -51,6 +51,7 @@ void latent_attention(const Tensor& query, const Tensor& shared, const Tensor& c
   if (tokens == 0 || num_seqs == 0) return;
   LatentAttentionLaunch launch{};
   launch.rows = static_cast<int>(rows);
+  launch.max_query_len = static_cast<int>(max_query_len);
   const int64_t tiles = (heads * max_query_len + rows - 1) / rows;
   if (num_seqs * splits * tiles >= int64_t{1} << 30) {
     throw std::runtime_error("vllm_cuda: so many shares are not supported");

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +29,18 @@ CASES = {
     "many decodes": [(1, 300), (1, 1), (1, 1777)] * 50,
     "verification": [(4, 300), (1, 65), (4, 4), (3, 1000)],
     "few more queries": [(40, 40), (17, 129), (1, 9)],
+    # Two shares of a sequence, which a cluster joins; some have one.
+    "decodes in pairs": [(1, 300), (1, 4097), (1, 1)] * 20,
+    "verification in pairs": [(4, 3000), (2, 5), (4, 700)] * 11,
+}
+#: about the largest score of a row at a position, in powers of two, up to a factor of 0.8
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "growing": lambda position: position / 20,
+    "growing in jumps": lambda position: position // 500 * 100,
+    "falling": lambda position: 100 - position / 20,
+    "far below zero": lambda position: -1000 - position % 7,
+    "a first tile far below": lambda position: torch.where(position < 64, -1000, 0),
+    "a last key far above": lambda position: torch.where(position < 699, -100, 1000),
 }
 
 
@@ -55,6 +68,19 @@ def test_against_reference(
     check(kernels, "latent_attention", made(lengths, heads, padding=3), TOLERANCE)
 
 
+@pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
+def test_peaks(kernels: CudaKernels, score: Callable[[Tensor], Tensor]) -> None:
+    """Sums are scaled only when a score is far above the largest one before."""
+    case = made([(1, 3000), (4, 700), (1, 65)])
+    case["query"][..., 128] = 8
+    size = case["cache"].shape[1]
+    for table, length in zip(case["block_table"], case["seq_lens"].tolist(), strict=True):
+        position = torch.arange(length, device="cuda")
+        block = table[position // size].long()
+        case["cache"][block, position % size, 512] = score(position).to(BF16)
+    check(kernels, "latent_attention", case, TOLERANCE)
+
+
 @pytest.mark.parametrize("block_size", [48, 64, 128])
 def test_large_blocks(kernels: CudaKernels, block_size: int) -> None:
     case = made([(1, 700), (4, 30), (1, 129)], block_size=block_size)
@@ -69,7 +95,7 @@ def test_any_number_of_shares_gives_the_same_result(kernels: CudaKernels, bound:
     check(kernels, "latent_attention", case, TOLERANCE)
 
 
-@pytest.mark.parametrize("count", [2, 16, 100, 200])
+@pytest.mark.parametrize("count", [2, 16, 64, 100, 200])
 def test_a_row_does_not_depend_on_its_neighbours(kernels: CudaKernels, count: int) -> None:
     lengths = [(1, 3000)] + [(1, 40 * i + 1) for i in range(count - 1)]
     case = made(lengths) | dict(max_seq_len=8192)
@@ -80,7 +106,7 @@ def test_a_row_does_not_depend_on_its_neighbours(kernels: CudaKernels, count: in
         assert torch.equal(rows_of(kernels, case)[:1], expected)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40, 140])
+@pytest.mark.parametrize("rows", [1, 3, 40, 64, 140])
 @pytest.mark.usefixtures("own_stream")
 def test_replays_give_the_same_bits(kernels: CudaKernels, rows: int) -> None:
     case = made([(1, 4000)] * rows)
@@ -111,3 +137,12 @@ def test_a_replay_takes_other_lengths(kernels: CudaKernels) -> None:
         expected = rows_of(kernels, case)
         live = [i for i, length in enumerate(lengths) if length]
         assert torch.equal(out[live], expected[live]) and not out[live].isnan().any()
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_what_follows_waits_for_shares_that_need_no_joining(kernels: CudaKernels) -> None:
+    """The kernel that joins starts early, and has nothing to do for sequences of one share."""
+    case = made([(1, 250)] * 20) | dict(max_seq_len=8192)
+    expected = rows_of(kernels, case | dict(max_seq_len=250)).clone()
+    for _ in range(20):
+        assert torch.equal(rows_of(kernels, case), expected)

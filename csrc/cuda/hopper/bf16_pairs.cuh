@@ -14,6 +14,23 @@ __device__ inline uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
+// Four words of each lane of four become the four at its own place of all of them.
+__device__ inline void transpose_words(uint32_t (&word)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      const int i = step == 1 ? 2 * pair : pair;
+      const uint32_t kept = upper ? word[i + step] : word[i];
+      const uint32_t sent = upper ? word[i] : word[i + step];
+      const uint32_t got = __shfl_xor_sync(~0u, sent, step);
+      word[i] = upper ? got : kept;
+      word[i + step] = upper ? kept : got;
+    }
+  }
+}
+
 // The two e4m3 values of the low half: exact.
 __device__ inline uint32_t widen(uint32_t pair) {
   uint32_t halves;

@@ -34,6 +34,14 @@ __device__ inline void store_two(uint32_t to, float first, float second, uint32_
       : "memory");
 }
 
+__device__ inline void store_four(uint32_t to, float4 four, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32"
+      " [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w), "r"(barrier)
+      : "memory");
+}
+
 // Waits for what other CTAs stored.
 __device__ inline void wait_for_stored(uint64_t* barrier, uint32_t parity) {
   asm volatile(

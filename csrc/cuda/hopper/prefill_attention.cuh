@@ -17,13 +17,6 @@
 
 namespace vllm_cuda::prefill_attention {
 
-// Squares of 8 rows of 128 swizzled bytes: `stride` bytes from 8 tokens to the next 8, `leading`
-// from 64 columns to the next 64 where these are not summed.
-__device__ inline uint64_t squares_descriptor(const void* tile, uint32_t leading, uint32_t stride) {
-  return (uint64_t{1} << 62) | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) |
-         ((shared_address(tile) & 0x3FFFF) >> 4);
-}
-
 template <typename S>
 struct Consumer {
   static constexpr uint32_t kGroupBytes = S::CHUNKS * kTileGroupBytes;  // of 8 tokens
@@ -192,23 +185,6 @@ struct Consumer {
     pack_weights();
   }
 
-  // Four words of each lane of four become the four at its own place of all of them.
-  __device__ void transpose(uint32_t (&word)[4]) const {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-      const bool upper = lane & step;
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int i = step == 1 ? 2 * pair : pair;
-        const uint32_t kept = upper ? word[i + step] : word[i];
-        const uint32_t sent = upper ? word[i] : word[i + step];
-        const uint32_t got = __shfl_xor_sync(~0u, sent, step);
-        word[i] = upper ? got : kept;
-        word[i + step] = upper ? kept : got;
-      }
-    }
-  }
-
   __device__ void write(const Item& item) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -229,7 +205,7 @@ struct Consumer {
           const int at = 4 * (g + j) + 2 * i;
           word[j] = pack(sums[at] * factor, sums[at + 1] * factor);
         }
-        transpose(word);
+        transpose_words(word);
         if (!kept) continue;
         const int column = 8 * (g + lane % 4);
         if (gate != nullptr) {

@@ -7,16 +7,6 @@
 
 namespace vllm_cuda::prefill_attention {
 
-// 16 tokens of a head: groups of 8 tokens, chunks of 128 bytes, rows.
-__device__ inline void load_box(void* to, const CUtensorMap* map, int chunk, int group, int block,
-                                uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
-      "l"(map), "r"(0), "r"(chunk), "r"(group), "r"(block), "r"(shared_address(barrier))
-      : "memory");
-}
-
 __device__ inline void expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                    shared_address(barrier)),
@@ -59,7 +49,7 @@ struct Producer {
     if (lane == 0) expect(barrier, kTileBytes);
     __syncwarp();
     if (lane < kBoxes) {
-      load_box(to + lane * kBoxElements + (S::FP8 ? kBoxElements / 2 : 0), map,
+      load_squares(to + lane * kBoxElements + (S::FP8 ? kBoxElements / 2 : 0), map,
                item.head * kHeadChunks, key % args.block_size / 8, block, barrier);
     }
     __syncwarp();

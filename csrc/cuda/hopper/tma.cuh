@@ -29,6 +29,16 @@ __device__ inline void load_tile(void* to, const CUtensorMap* map, int x, int y,
       : "memory");
 }
 
+// Squares of 8 rows of 128 bytes from a block of a cache: groups of rows, chunks of columns, rows.
+__device__ inline void load_squares(void* to, const CUtensorMap* map, int chunk, int group,
+                                    int block, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %2, %3, %4, %5}], [%6];" ::"r"(shared_address(to)),
+      "l"(map), "r"(0), "r"(chunk), "r"(group), "r"(block), "r"(shared_address(barrier))
+      : "memory");
+}
+
 // Dense; `bytes` and both addresses are multiples of 16.
 __device__ inline void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile(

@@ -29,6 +29,13 @@ __device__ inline uint64_t transposed_descriptor(const void* tile, uint32_t apar
          (uint64_t{apart >> 4} << 16) | ((shared_address(tile) & 0x3FFFF) >> 4);
 }
 
+// Squares of 8 rows of 128 swizzled bytes: `stride` bytes from 8 rows to the next 8, `leading` from
+// 64 columns to the next 64 where these are not summed.
+__device__ inline uint64_t squares_descriptor(const void* tile, uint32_t leading, uint32_t stride) {
+  return (uint64_t{1} << 62) | (uint64_t{stride >> 4} << 32) | (uint64_t{leading >> 4} << 16) |
+         ((shared_address(tile) & 0x3FFFF) >> 4);
+}
+
 __device__ inline uint64_t advance(uint64_t descriptor, uint32_t bytes) {
   return descriptor + (bytes >> 4);
 }

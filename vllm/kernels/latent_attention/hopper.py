@@ -13,16 +13,14 @@ from torch import Tensor
 from vllm.kernels.attention.triton_tile import LOG2_E
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.latent_attention import LatentAttentionProblem
-from vllm.kernels.latent_attention.triton import absorbed, join_shares, memory_of_shares
+from vllm.kernels.latent_attention.triton import absorbed, memory_of_shares
 from vllm.kernels.registry import Implementation
 from vllm.kernels.triton.configs import device_configs
 from vllm.utils.math_utils import cdiv
 
 LATENT, SHARED = 512, 64
-#: keys that are multiplied at once
-TILE_KEYS = 64
 #: rows of a query, its tokens times heads, that share what is read: few, or more
-FEW_ROWS, MANY_ROWS = 16, 32
+FEW_ROWS, MANY_ROWS = 32, 64
 #: shares of a sequence, and keys that are worth one
 MAX_SHARES, SHARE_KEYS = 32, 256
 #: keys that take as long as a share's start and end
@@ -90,7 +88,6 @@ def attend_to_latents(p: LatentAttentionProblem, query: Tensor) -> Tensor:
         SHARE_KEYS,
         p.scale * LOG2_E,
     )
-    join_shares(p, part, lse, out, SHARE_KEYS, TILE_KEYS)
     return out
 
 
