@@ -24,8 +24,8 @@ struct Scan {
   const int group = GROUPS > 1 ? threadIdx.x / WARPGROUP : 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Results of products; their rows are dv.
-  float S[64];            // [dv, dk], the state
-  float fresh[CHUNK / 2];  // W
+  float S[64];                          // [dv, dk], the state
+  float fresh[CHUNK / 2];               // W
   float o[CHUNK / 2], seen[CHUNK / 2];  // output and K S
   Turn turn{0};
 
@@ -102,7 +102,6 @@ struct Scan {
     for (int i = 0; i < 2; ++i) product<1>(S, operand[i], advance(rows, i * PART_BYTES), 1);
     products_commit();
   }
-
 
   // Groups take turns at the tensor cores.
   __device__ void await_turn() const {
@@ -193,8 +192,7 @@ struct Scan {
     }
   }
 
-  // One chunk; its values are queued. Leaves the next chunk's values there (those of whatever lies
-  // there, after the last one), and no product under way: the compiler follows one along straight
+  // One chunk. No product is under way before it and after: the compiler follows one along straight
   // code only.
   __device__ void step(int chunk) {
     Stage& own = shared.stages[turn.stage];
