@@ -171,10 +171,11 @@ struct Consumer {
     uint64_t* barriers = shared.query_barriers[warpgroup];
     softmax.start();
     int tile = item.own_last - 1;
+    const uint32_t k = place_of(shared.keys[keys.index]);
     wait_parity(barriers, query_phase);
     query_phase ^= 1;
     keys.wait_full();
-    multiply_keys(place_of(shared.keys[keys.index]));
+    multiply_keys(k);
     products_wait<0>(scores);
     release_stage(keys);
     make_weights(item, tile);
@@ -183,8 +184,9 @@ struct Consumer {
 #pragma unroll 1
     for (--tile; tile >= item.own_first; --tile, add = 1) step(item, tile, add);
     release(barriers + 1);
+    const uint32_t v = place_of(shared.values[values.index]);
     values.wait_full();
-    multiply_values(place_of(shared.values[values.index]), add);
+    multiply_values(v, add);
     products_wait<0>(sums);
     release_stage(values);
   }

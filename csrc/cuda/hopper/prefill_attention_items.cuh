@@ -55,6 +55,10 @@ struct Item {
   int own_first, own_last;  // those among them that this CTA sees
 };
 
+struct Sequence {
+  int index, len, queries;
+};
+
 // The tiles that `tokens` tokens from `position` on see.
 template <typename S>
 __device__ inline void seen_tiles(const PrefillAttentionArgs& args, int position, int tokens,
@@ -125,11 +129,12 @@ __device__ inline int sequence_of(const int* starts, int num_seqs, int row, int 
 // rows go together.
 template <typename S>
 __device__ Item item_at(const PrefillAttentionArgs& args, const Cluster& cluster, int rows,
-                        int index, int& seq) {
+                        int index, Sequence& sequence) {
   const int part = item_tokens<S>(args.group), block = cluster.size * part;
   const int row = rows - 1 - index / args.kv_heads;
-  seq = sequence_of(args.starts, args.num_seqs, row, block);
+  const int seq = sequence_of(args.starts, args.num_seqs, row, block);
   const int start = args.starts[seq], end = args.starts[seq + 1], seq_len = args.seq_lens[seq];
+  sequence = {seq, seq_len, end - start};
   const int offset = (row - (start / block + seq)) * block, own = offset + cluster.rank * part;
   const int before = seq_len - (end - start);  // tokens
   Item item;

@@ -44,6 +44,11 @@ __device__ inline void send(int rank, int value, int* to, uint64_t* barrier) {
       : "memory");
 }
 
+// Of tokens that one copy brings.
+struct Place {
+  int block, group;  // group of 8 tokens in the block
+};
+
 template <typename S>
 struct Producer {
   static constexpr int kBoxes = S::KEYS / S::BOX_KEYS;
@@ -67,41 +72,40 @@ struct Producer {
         keys(shared_.key_barriers, S::STAGES), values(shared_.value_barriers, S::STAGES),
         items(shared_.item_barriers, kItems), claims(shared_.claim_barriers, kClaims) {}
 
-  // The block of this lane's box of a tile. Where nothing is kept it is one behind the last, which
+  // Of this lane's box of a tile. Where nothing is kept its block is one behind the last, which
   // reads as zeros.
-  __device__ int block_of(int tile) const {
-    const int key = tile * S::KEYS + lane * S::BOX_KEYS;
+  __device__ Place place_of_box(int tile) const {
+    const int key = tile * S::KEYS + lane * S::BOX_KEYS, block = key / args.block_size;
     const bool exists = lane < kBoxes && key < seq_len && key + S::BOX_KEYS > oldest;
-    return exists ? blocks[key / args.block_size] : args.num_blocks;
+    return {exists ? blocks[block] : args.num_blocks, (key - block * args.block_size) / 8};
   }
 
-  __device__ void load_boxes(__nv_bfloat16* to, const CUtensorMap* map, const Item& item, int tile,
-                             int block, uint64_t* barrier) const {
-    const int key = tile * S::KEYS + lane * S::BOX_KEYS;
+  __device__ void load_boxes(__nv_bfloat16* to, const CUtensorMap* map, int head, Place place,
+                             uint64_t* barrier) const {
     if (lane == 0) expect(barrier, kTileBytes);
     __syncwarp();
     if (lane < kBoxes && (lane & (cluster.size - 1)) == cluster.rank) {
       load_box(to + lane * kBoxElements + (S::FP8 ? kBoxElements / 2 : 0), map,
-               item.head * kHeadChunks, key % args.block_size / 8, block, barrier, cluster.size);
+               head * kHeadChunks, place.group, place.block, barrier, cluster.size);
     }
     __syncwarp();
   }
 
-  __device__ void load_keys(const Item& item, int tile, int block) {
+  __device__ void load_keys(int head, Place place) {
     keys.wait_empty();
-    load_boxes(shared.keys[keys.index], &maps.keys, item, tile, block, fetched<S>(keys));
+    load_boxes(shared.keys[keys.index], &maps.keys, head, place, fetched<S>(keys));
     keys.advance();
   }
 
-  __device__ void load_values(const Item& item, int tile, int block) {
+  __device__ void load_values(int head, int tile, Place place) {
     const int start = tile * S::KEYS;
     values.wait_empty();
     __nv_bfloat16* to = shared.values[values.index];
     if (start >= oldest && start + S::KEYS <= seq_len) {
-      load_boxes(to, &maps.values, item, tile, block, fetched<S>(values));
+      load_boxes(to, &maps.values, head, place, fetched<S>(values));
     } else {
       uint64_t* landed = shared.landed + values.index;
-      load_boxes(to, &maps.values, item, tile, block, landed);
+      load_boxes(to, &maps.values, head, place, landed);
       wait_parity(landed, landed_phases >> values.index & 1);
       landed_phases ^= 1 << values.index;
       clear(to, oldest - start, seq_len - start);
@@ -170,23 +174,23 @@ struct Producer {
   }
 
   // Keys are a tile ahead of values, as they are needed.
-  __device__ void load(const Item& item, int seq, int claimed) {
-    blocks = args.table + seq * args.table_stride;
-    seq_len = args.seq_lens[seq];
-    const int queries = args.starts[seq + 1] - args.starts[seq];
-    oldest = args.window > 0 ? max(seq_len - queries - args.window + 1, 0) : 0;
-    int tile = item.last - 1, block = block_of(tile);
-    load_keys(item, tile, block);
+  __device__ void load(const Item& item, const Sequence& sequence, int claimed) {
+    blocks = args.table + sequence.index * args.table_stride;
+    seq_len = sequence.len;
+    oldest = args.window > 0 ? max(seq_len - sequence.queries - args.window + 1, 0) : 0;
+    int tile = item.last - 1;
+    Place place = place_of_box(tile);
+    load_keys(item.head, place);
     load_query(item);
     pass_on(claimed);
     while (tile > item.first) {
-      const int next = block_of(tile - 1);
-      load_keys(item, tile - 1, next);
-      load_values(item, tile, block);
-      block = next;
+      const Place next = place_of_box(tile - 1);
+      load_keys(item.head, next);
+      load_values(item.head, tile, place);
+      place = next;
       --tile;
     }
-    load_values(item, tile, block);
+    load_values(item.head, tile, place);
   }
 
   __device__ void run(int rows) {
@@ -195,11 +199,11 @@ struct Producer {
     while (index < count) {
       int claimed = 0;
       if (cluster.rank == 0 && lane == 0) claimed = clusters + atomicAdd(args.counter, 1);
-      int seq;
-      const Item item = item_at<S>(args, cluster, rows, index, seq);
+      Sequence sequence;
+      const Item item = item_at<S>(args, cluster, rows, index, sequence);
       if (item.first < item.last) {
         publish(item);
-        load(item, seq, claimed);
+        load(item, sequence, claimed);
       } else {
         pass_on(claimed);
       }
