@@ -25,6 +25,27 @@ __device__ inline void wait_parity(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Barriers that count arrivals and bytes of copies. After some have been made, and before others use
+// them, whoever made them says so.
+__device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals));
+}
+__device__ inline void barriers_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
+// An arrival, after which so many bytes come.
+__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+
 // A ring of stages, each with a barrier for "filled" and one for "free"; every thread keeps its
 // own place in it.
 struct Ring {
@@ -38,27 +59,16 @@ struct Ring {
   __device__ uint64_t* empty() { return words + stages + index; }
   __device__ void init(int consumers, int producers = 1) {
     for (int i = 0; i < stages; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(words + i)),
-                   "r"(producers));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(
-                       shared_address(words + stages + i)),
-                   "r"(consumers));
+      init_barrier(words + i, producers);
+      init_barrier(words + stages + i, consumers);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_fence();
   }
   __device__ void wait_full() { wait_parity(full(), phase); }
   // The first round finds every stage free.
   __device__ void wait_empty() { wait_parity(empty(), phase ^ 1); }
-  __device__ void expect(uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(full())),
-                 "r"(bytes)
-                 : "memory");
-  }
-  __device__ void release() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(empty()))
-                 : "memory");
-  }
+  __device__ void expect(uint32_t bytes) { arrive_expecting(full(), bytes); }
+  __device__ void release() { arrive(empty()); }
   __device__ void advance() {
     if (++index == stages) {
       index = 0;

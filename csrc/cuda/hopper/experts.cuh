@@ -37,8 +37,7 @@ struct Consumer {
     if (S::CLUSTER > 1) {
       if (lane < S::CLUSTER) arrive_at(empty, lane);
     } else if (lane == 0) {
-      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(empty))
-                   : "memory");
+      arrive(empty);
     }
   }
 

@@ -137,9 +137,8 @@ struct Barriers {
                            : tiles + i < vectors ? 1 + 32  // the copies of all lanes
                            : tiles + i < done    ? kPreparers
                                                  : kConsumers;
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(tiles + i)),
-                   "r"(arrivals));
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      init_barrier(tiles + i, arrivals);
+      barriers_fence();
     }
   }
 };
@@ -156,18 +155,6 @@ struct Layout {
     return buffers + (items < kBuffers ? items : kBuffers) * buffer_bytes;
   }
 };
-
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
-__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
 
 // Asynchronous; `bytes` and both addresses are multiples of 16. States that are about to be written
 // stay in L2 until then, which a hint to drop them first would hinder.

@@ -50,14 +50,12 @@ __device__ State* state_of(const KdaDecodeArgs& args, const Item& item) {
 template <typename State>
 __device__ void fetch_state(const KdaDecodeArgs& args, const Item& item, Shared<State>& shared) {
   constexpr uint32_t bytes = sizeof(shared.state[0]);
-  for (uint64_t& barrier : shared.landed) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barrier)));
-  }
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  for (uint64_t& barrier : shared.landed) init_barrier(&barrier, 1);
+  barriers_fence();
   shared_fence();
   const State* state = state_of<State>(args, item);
   for (int pass = 0; pass < kPasses; ++pass) {
-    gdn_decode::arrive_expecting(shared.landed + pass, bytes);
+    arrive_expecting(shared.landed + pass, bytes);
     bulk_copy(shared.state[pass], state + pass * (bytes / sizeof(State)), bytes,
               shared.landed + pass);
   }

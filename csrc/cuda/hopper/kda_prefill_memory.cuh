@@ -89,25 +89,6 @@ struct HeadGates {
   float rate;
 };
 
-__device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
-               "r"(arrivals));
-}
-__device__ inline void barriers_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-// An arrival, after which so many bytes come.
-__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
 // Of a CTA that scans: `GROUPS` warpgroups have 64 value rows of the state each.
 template <int GROUPS>
 struct Shared {

@@ -71,10 +71,7 @@ struct Consumer {
 
   __device__ void release(uint64_t* empty) const {
     if (S::CLUSTER == 1) {
-      if (lane == 0) {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(empty))
-                     : "memory");
-      }
+      if (lane == 0) arrive(empty);
     } else if (lane < S::WRITERS) {
       arrive_at(empty, own.partner(lane));
     }
