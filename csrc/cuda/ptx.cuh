@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instructions behind the skinny matmul that CUDA C++ has no plain spelling for (sm_90).
+// The instructions that CUDA C++ has no plain spelling for and several kernels need (sm_90).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,8 +25,8 @@ __device__ inline void wait_parity(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// Barriers that count arrivals and bytes of copies. After some have been made, and before others use
-// them, whoever made them says so.
+// Barriers that count arrivals and bytes of copies. Whoever has made some says so before others use
+// them.
 __device__ inline void init_barrier(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(arrivals));
