@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.weight_utils import (
     checkpoint_dir,
     device_weights_iterator,
@@ -27,12 +29,22 @@ def initialize_model(
 ) -> nn.Module:
     """The model with uninitialised weights on the default device, in the default dtype.
 
-    Raises ValueError for an unsupported architecture.
+    Raises ValueError for an unsupported architecture, and for one whose layers are never told how
+    their weights are to be quantised.
     """
     model_config = model_config or vllm_config.model_config
-    model_cls, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
+    model_cls, name = ModelRegistry.resolve_model_cls(model_config.architectures)
     with set_current_vllm_config(vllm_config):
-        return model_cls(vllm_config=vllm_config, prefix=prefix)
+        model = model_cls(vllm_config=vllm_config, prefix=prefix)
+    linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+    asked = vllm_config.quant_config
+    if asked is not None and linears and all(one.quant_config is None for one in linears):
+        raise VLLMValidationError(
+            f"weights cannot be quantised as {asked.name}: {name} builds its linear layers without "
+            "`quant_config=vllm_config.quant_config`",
+            "quantization",
+        )
+    return model
 
 
 class BaseModelLoader(ABC):
