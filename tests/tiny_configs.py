@@ -18,9 +18,11 @@ from transformers import (
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     NemotronHConfig,
     OlmoHybridConfig,
+    Qwen2Config,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -252,6 +254,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    # Heads of the size that follows from the others, as in released checkpoints.
+    "qwen2": lambda: Qwen2Config(
+        **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=2,
+    ),
     "qwen3": lambda: Qwen3Config(**_COMMON),
     "qwen3_sliding": lambda: Qwen3Config(
         **{**_COMMON, "tie_word_embeddings": True},
@@ -273,6 +282,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         }
     ),
     "qwen3_5_wrapper": lambda: _wrapper_config(Qwen3_5Config, _QWEN3_5),
+    "mistral": lambda: MistralConfig(**_COMMON, sliding_window=24),
     "mixtral": lambda: MixtralConfig(
         **{**_COMMON, "intermediate_size": 32},
         num_local_experts=8,

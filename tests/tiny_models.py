@@ -122,8 +122,8 @@ _SCALES = {
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
 _WITHOUT_HEAD_NORMS = (
-    *("llama", "mixtral", "kimi_linear", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    *("nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
+    *("llama", "mistral", "mixtral", "qwen2", "kimi_linear", "deepseek_v2", "deepseek_v3"),
+    *("gpt_oss", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
 )
 _HEAD_NORM_GAIN = 2.0
 #: of norms of branches beside embeddings that the model scales up

@@ -18,6 +18,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.input_processor import InputProcessor
 
 #: sampling settings and the number of end-of-sequence ids, as released
+_QWEN2 = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
 _QWEN3 = ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}, 2)
 _QWEN3_5 = ({"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.95}, 2)
 _GEMMA = ({"cache_implementation": "hybrid", "do_sample": True, "top_k": 64, "top_p": 0.95}, 2)
@@ -26,16 +27,18 @@ _GRANITE = ({"_from_model_config": True, "do_sample": False}, 1)
 RELEASED: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, 3),
     "llama3_rope": ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, 3),
+    "qwen2": ({**_QWEN2, "repetition_penalty": 1.05}, 2),
     "qwen3": _QWEN3,
     "qwen3_sliding": _QWEN3,
     "qwen3_moe": _QWEN3,
-    "qwen3_next": ({"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}, 2),
+    "qwen3_next": (_QWEN2, 2),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_tied": _QWEN3_5,
     "qwen3_5_wide": _QWEN3_5,
     "qwen3_5_wrapper": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
     "qwen3_5_moe_wrapper": _QWEN3_5,
+    "mistral": _NOTHING,
     "mixtral": _NOTHING,
     "bamba": _NOTHING,
     "falcon_h1": ({"do_sample": True, "temperature": 0.1, "repetition_penalty": 1.05}, 2),

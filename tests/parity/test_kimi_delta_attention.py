@@ -65,7 +65,7 @@ def _layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
 
 class KdaForCausalLM(DecoderForCausalLM, IsHybrid):
     fused_names = DecoderForCausalLM.fused_names + KimiDeltaAttention.CHECKPOINT_NAMES
-    layer_class = staticmethod(_layer)
+    layer_class = _layer
 
 
 class ReferenceMixer(nn.Module):

@@ -73,7 +73,7 @@ def _layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
 
 
 class Mamba2ForCausalLM(DecoderForCausalLM, IsHybrid):
-    layer_class = staticmethod(_layer)
+    layer_class = _layer
 
 
 class ReferenceMixer(nn.Module):

@@ -45,6 +45,8 @@ HYBRIDS = ("qwen3_5_tied", "nemotron_h_moe", "granite_h")
 FAMILIES = ("llama3_rope", "qwen3_sliding", "deepseek_v4", *HYBRIDS, *MIXTURES)
 #: others run nearly every layer of these
 PARTS_OF_OTHERS = (
+    "mistral",
+    "qwen2",
     "qwen3",
     "qwen3_5",
     "qwen3_moe",

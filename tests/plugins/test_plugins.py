@@ -65,6 +65,26 @@ def test_a_wanted_plugin_must_load(installed: list[str], monkeypatch: pytest.Mon
         plugins.load_general_plugins()
 
 
+def test_a_plugin_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyError("config")
+
+    monkeypatch.setattr(plugins, "load_plugins_by_group", lambda _: {"mine": fail})
+    monkeypatch.setattr(plugins, "_loaded", False)
+    with pytest.raises(RuntimeError, match=r"plugin 'mine' .*KeyError\('config'\)"):
+        plugins.load_general_plugins()
+
+
+def test_a_wanted_plugin_that_is_not_installed(
+    installed: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "one,tow")
+    with caplog.at_level("WARNING", logger=plugins.logger.name):
+        plugins.load_general_plugins()
+    assert "VLLM_PLUGINS names tow, which no installed package has" in caplog.text
+    assert "broken, one, two" in caplog.text
+
+
 def test_groups_are_separate(installed: list[str]) -> None:
     assert set(plugins.load_plugins_by_group(GROUP)) == {"one", "two"}
     assert plugins.load_plugins_by_group(plugins.STAT_LOGGER_PLUGINS_GROUP) == {}

@@ -102,7 +102,8 @@ def check_architecture(model: ModelConfig) -> None:
     if not known.intersection(names):
         raise VLLMValidationError(
             f"architecture {', '.join(names)} of {model.model!r} is not supported; supported: "
-            + ", ".join(sorted(known)),
+            + ", ".join(sorted(known))
+            + "; a plugin can register others (docs/adding_a_model.md)",
             parameter="model",
             value=model.model,
         )

@@ -44,7 +44,9 @@ def collect_layers(
             if isinstance(module, AttentionLayerBase):
                 name = names.get(id(module)) or module.layer_name
                 if name in layers:
-                    raise ValueError(f"two layers with state are named {name!r}")
+                    raise ValueError(
+                        f"two layers with state are named {name!r}; give each its own `prefix`"
+                    )
                 layers[name] = module
     return layers
 

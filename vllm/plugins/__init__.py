@@ -39,11 +39,36 @@ def load_plugins_by_group(group: str) -> dict[str, Callable[[], Any]]:
 
 
 def load_general_plugins() -> None:
-    """Call every general plugin, once per process; later calls do nothing."""
+    """Call every general plugin, once per process; later calls do nothing.
+
+    RuntimeError for one that raises.
+    """
     global _loaded
     if _loaded:
         return
     _loaded = True
+    _warn_of_unknown()
     for name, plugin in load_plugins_by_group(DEFAULT_PLUGINS_GROUP).items():
         logger.info("running plugin %s", name)
-        plugin()
+        try:
+            plugin()
+        except Exception as error:
+            raise RuntimeError(f"plugin {name!r} failed: {error!r}") from error
+
+
+def _warn_of_unknown() -> None:
+    """Say which names in `VLLM_PLUGINS` no installed package has."""
+    groups = (
+        DEFAULT_PLUGINS_GROUP,
+        PLATFORM_PLUGINS_GROUP,
+        IO_PROCESSOR_PLUGINS_GROUP,
+        STAT_LOGGER_PLUGINS_GROUP,
+    )
+    installed = {entry.name for group in groups for entry in entry_points(group=group)}
+    unknown = [name for name in envs.VLLM_PLUGINS or [] if name not in installed]
+    if unknown:
+        logger.warning(
+            "VLLM_PLUGINS names %s, which no installed package has; installed: %s",
+            ", ".join(unknown),
+            ", ".join(sorted(installed)) or "none",
+        )

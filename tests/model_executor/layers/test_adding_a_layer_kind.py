@@ -12,10 +12,13 @@ from tests.tiny_models import tiny_model
 from vllm import ModelRegistry
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.resolve import resolve
+from vllm.kernels.journal import JournalStack
+from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
@@ -56,6 +59,8 @@ class MovingAverage(RecurrentMixer):
         (x,), (state,) = tokens, self.kv_cache
         starts = batch.query_start_loc.tolist()
         for i, index in enumerate(batch.state_indices.tolist()):
+            if index < 0:
+                continue
             h = state[index] if batch.has_initial_state[i] else torch.zeros_like(state[index])
             for t in range(starts[i], starts[i + 1]):
                 h = DECAY * h + (1 - DECAY) * x[t]
@@ -76,22 +81,26 @@ class AverageLayer(DecoderLayer):
         return self.mixer(hidden_states)
 
 
-class AverageForCausalLM(DecoderForCausalLM):
+class AverageForCausalLM(DecoderForCausalLM, IsHybrid):
     layer_class = AverageLayer
 
 
-@pytest.fixture
-def harness() -> Harness:
-    ModelRegistry.register_model("AverageForCausalLM", AverageForCausalLM)
+def harness_of(model_class: type[DecoderForCausalLM]) -> Harness:
+    ModelRegistry.register_model(model_class.__name__, model_class)
     model = ModelConfig(
         model=str(tiny_model("llama")),
         dtype=torch.float32,
         max_model_len=MAX_MODEL_LEN,
         enforce_eager=True,
-        hf_overrides={"architectures": ["AverageForCausalLM"]},
+        hf_overrides={"architectures": [model_class.__name__]},
     )
     config = resolve(VllmConfig(model_config=model, load_config=LoadConfig(load_format="dummy")))
     return Harness(tiny_model("llama"), config=config)
+
+
+@pytest.fixture
+def harness() -> Harness:
+    return harness_of(AverageForCausalLM)
 
 
 def test_state_is_bound_and_carried(harness: Harness) -> None:
@@ -103,6 +112,42 @@ def test_state_is_bound_and_carried(harness: Harness) -> None:
     torch.testing.assert_close(rest, whole[11:29])
     mixed = harness.logits([Chunk(1, 29, ids[29:]), Chunk(2, 0, ids)])
     torch.testing.assert_close(mixed, torch.cat([whole[29:], whole]))
+
+
+def test_absent_prefills_write_nothing() -> None:
+    """A step that replays a graph has such sequences, empty and without a block."""
+    layer = MovingAverage(2, "mixer")
+    layer.kv_cache = (torch.ones(4, 2),)
+    starts, blocks = torch.tensor([0, 1, 1]), torch.tensor([2, -1])
+    absent = torch.zeros(2, 2, dtype=torch.int32)
+    batch = PrefillBatch(slice(0, 1), blocks, torch.tensor([False, False]), starts, absent, starts)
+    layer.prefill(batch, torch.empty(1, 2), torch.zeros(1, 2))
+    torch.testing.assert_close(layer.kv_cache[0][:, 0], torch.tensor([1.0, 1.0, 0.0, 1.0]))
+
+
+class JournalledAverage(MovingAverage, KeepsJournal):
+    """Its state is not what a journal can replay."""
+
+    @staticmethod
+    def commit(stack: JournalStack, entries: Tensor) -> None:
+        """Nothing."""
+
+
+def test_a_state_that_no_journal_has_is_named(harness: Harness) -> None:
+    layer = JournalledAverage(2, "mixer")
+    with pytest.raises(ValueError, match=r"JournalledAverage keeps \[2\] float32.*KeepsJournal"):
+        layer.journal_shape(layer.get_kv_cache_spec(harness.config))
+
+
+class Undeclared(DecoderForCausalLM):
+    """Not marked as `IsHybrid`."""
+
+    layer_class = AverageLayer
+
+
+def test_a_model_with_recurrent_layers_says_so() -> None:
+    with pytest.raises(ValueError, match=r"Undeclared .*MovingAverage.*IsHybrid"):
+        harness_of(Undeclared)
 
 
 def test_rows_without_a_request_write_nothing() -> None:

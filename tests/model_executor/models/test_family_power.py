@@ -54,6 +54,12 @@ def _no_norm_of_keys(model: nn.Module) -> None:
         attention.k_norm = None
 
 
+def _no_biases(model: nn.Module) -> None:
+    for attention in attentions(model):
+        assert attention.qkv_proj.bias is not None and attention.o_proj.bias is None
+        attention.qkv_proj.bias.data.zero_()
+
+
 def _no_bias_of_routers(model: nn.Module) -> None:
     for mixture in mixtures_of(model):
         assert mixture.router.bias is not None
@@ -63,6 +69,7 @@ def _no_bias_of_routers(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("family", "damage"),
     [
+        ("qwen2", _no_biases),
         ("qwen3_next", _open_gates),
         ("qwen3_5_moe", _open_gates),
         ("qwen3_moe", _no_norm_of_queries),
@@ -90,7 +97,8 @@ def test_norms_scale_by_one_plus_their_weight(family: str, monkeypatch: pytest.M
             (family, "rope_parameters", lambda rope: {**rope, **WHOLE_HEADS})
             for family in ("qwen3_next", "qwen3_5_moe")
         ),
-        ("mixtral", "sliding_window", lambda window: None),
+        *((family, "sliding_window", lambda _: None) for family in ("mistral", "mixtral")),
+        ("qwen2", "layer_types", lambda types: ["full_attention"] * len(types)),
     ],
 )
 def test_every_field_matters(family: str, field: str, change: Callable[[Any], Any]) -> None:

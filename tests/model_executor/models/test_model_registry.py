@@ -10,6 +10,9 @@ from torch import nn
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.registry import ModelRegistry, _ModelRegistry
 
+#: no model class
+GIVEN = 3
+
 
 class Other(nn.Module):
     """A model of a plugin."""
@@ -49,7 +52,15 @@ def test_bad_registrations() -> None:
 def test_registering_a_name_does_not_import_it() -> None:
     registry = _ModelRegistry({})
     registry.register_model("A", "module_that_does_not_exist:Model")
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ImportError, match="A is registered as 'module_that_does_not_exist:Model'"):
+        registry.load_model_cls("A")
+
+
+@pytest.mark.parametrize("name", ["Missing", "GIVEN"])
+def test_a_registered_name_must_be_a_model_class(name: str) -> None:
+    registry = _ModelRegistry({})
+    registry.register_model("A", f"{__name__}:{name}")
+    with pytest.raises(TypeError, match=f"A is registered as '.*:{name}'.* no torch.nn.Module"):
         registry.load_model_cls("A")
 
 

@@ -56,6 +56,11 @@ def test_padding_is_used_and_checked():
         _ = recurrent(page_size_padded=1).page_size_bytes
 
 
+def test_one_shape_is_not_a_tuple_of_shapes():
+    with pytest.raises(ValueError, match=r"state shapes \(64,\).*one for each state.*\(\(64,\),\)"):
+        MambaSpec(block_size=16, shapes=(64,), dtypes=(torch.float32,))
+
+
 def test_recurrent_state_layout():
     assert recurrent().state_bytes == (49152, 2097152)
     assert recurrent().state_offsets == (0, 49152)

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.kernels.journal import Journal, JournalShape, JournalSize, JournalStack
 from vllm.kernels.step import JournalCommits, Progress
-from vllm.model_executor.layers.attention_layer_base import KeepsJournal
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
@@ -265,3 +265,37 @@ def test_placements_take_turns_in_a_pool() -> None:
     assert made.tensors == [] and not made.has_room_for(JournalCounts({SHAPE: 1}))
     nothing = pool(None, 3)
     assert nothing.tensors == []
+
+
+class OtherLayer(Layer):
+    """Its pending tokens are written by another op."""
+
+    def commit(self, stack: JournalStack, entries: Tensor) -> None:
+        current_platform.kernels.kda_commit(stack, entries)
+
+
+class Stateful(AttentionLayerBase):
+    """Has the state of the others, and no journal."""
+
+    get_kv_cache_spec = Layer.get_kv_cache_spec
+    get_attn_backend = Layer.get_attn_backend
+
+
+@pytest.mark.parametrize(
+    ("second", "drafts", "message"),
+    [
+        (OtherLayer, 0, r"b: Layer and OtherLayer layers .* `mamba_type` of its own"),
+        (Stateful, 2, "b: Stateful layers keep no journal"),
+    ],
+)
+def test_kinds_of_equal_states_in_one_group(
+    second: type[AttentionLayerBase], drafts: int, message: str
+) -> None:
+    """One op writes the pending tokens of a whole group."""
+    config: Any = SimpleNamespace(tokens_to_verify=1 + drafts)
+    group = SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=SPEC)
+    groups: Any = SimpleNamespace(kv_cache_groups=[group])
+    progress = Progress.create(ROWS, 1 + drafts, torch.device("cpu"))
+    layers: Any = {"a": Layer(), "b": second()}
+    with pytest.raises(ValueError, match=message):
+        StateJournals.create(config, layers, groups, progress, 2, pool(None, 1))

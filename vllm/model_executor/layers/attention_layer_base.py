@@ -97,7 +97,16 @@ class KeepsJournal(AttentionLayerBase):
     element_decay: ClassVar[bool] = False
 
     def journal_shape(self, spec: MambaSpec) -> JournalShape:
-        """What a token takes in the ring; `spec` is the layer's: a convolution and a state."""
+        """What a token takes in the ring; `spec` is the layer's: a convolution and a state.
+
+        ValueError for other states: their layers have no journal, or override this.
+        """
+        if [len(shape) for shape in spec.shapes] != [2, 3]:
+            raise ValueError(
+                f"{type(self).__name__} keeps {spec.contents}; a journal is for a convolution's "
+                "inputs [inputs, channels] and a state [heads, head_v_dim, head_k_dim]: leave "
+                "KeepsJournal out, and drafts with it"
+            )
         (_, channels), (heads, head_v_dim, head_k_dim) = spec.shapes
         conv_dtype, state_dtype = spec.dtypes
         return JournalShape(

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
 from vllm.model_executor.model_loader.weight_utils import (
     checkpoint_dir,
     device_weights_iterator,
@@ -15,7 +18,7 @@ from vllm.model_executor.model_loader.weight_utils import (
     safetensors_files,
     safetensors_weights_iterator,
 )
-from vllm.model_executor.models.interfaces import LoadsPart, VllmModel
+from vllm.model_executor.models.interfaces import IsHybrid, LoadsPart, VllmModel
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.weights import WeightsError
 from vllm.model_executor.utils import AfterLoading, get_weight_attr
@@ -27,12 +30,38 @@ def initialize_model(
 ) -> nn.Module:
     """The model with uninitialised weights on the default device, in the default dtype.
 
-    Raises ValueError for an unsupported architecture.
+    Raises ValueError for an unsupported architecture, one whose layers are never told how their
+    weights are to be quantised, and one that does not say that it has recurrent layers.
     """
     model_config = model_config or vllm_config.model_config
-    model_cls, _ = ModelRegistry.resolve_model_cls(model_config.architectures)
+    model_cls, name = ModelRegistry.resolve_model_cls(model_config.architectures)
     with set_current_vllm_config(vllm_config):
-        return model_cls(vllm_config=vllm_config, prefix=prefix)
+        model = model_cls(vllm_config=vllm_config, prefix=prefix)
+    if vllm_config.quant_config is not None:
+        _check_quantised(model, name, vllm_config.quant_config.name)
+    if not (model_config.is_hybrid or isinstance(model, IsHybrid)):
+        _check_not_hybrid(model, name)
+    return model
+
+
+def _check_quantised(model: nn.Module, name: str, method: str) -> None:
+    linears = [module for module in model.modules() if isinstance(module, LinearBase)]
+    if linears and all(layer.quant_config is None for layer in linears):
+        raise VLLMValidationError(
+            f"weights cannot be quantised as {method}: {name} builds its linear layers without "
+            "`quant_config=vllm_config.quant_config`",
+            "quantization",
+        )
+
+
+def _check_not_hybrid(model: nn.Module, name: str) -> None:
+    mixer = next((each for each in model.modules() if isinstance(each, RecurrentMixer)), None)
+    if mixer is not None:
+        raise VLLMValidationError(
+            f"{name} has recurrent layers ({type(mixer).__name__}), so it must inherit from "
+            "IsHybrid: flags for recurrent state are resolved for such models alone",
+            "model",
+        )
 
 
 class BaseModelLoader(ABC):

@@ -78,7 +78,8 @@ class DecoderLayer(nn.Module):
 
     def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """The token mixer, `[tokens, hidden] -> [tokens, hidden]`."""
-        raise NotImplementedError
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} gives neither `mix` nor `mix_stream`")
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
@@ -86,7 +87,11 @@ class DecoderLayer(nn.Module):
         """`input_layernorm` and the mixer: the stream with the mixer's branch, and the sum
         `[tokens, hidden]` that it came with."""
         normed, total = self.input_layernorm.enter(stream)
-        return ResidualStream(total, self.mix(positions, normed)), total
+        mixed = self.mix(positions, normed)
+        if not isinstance(mixed, Tensor):
+            found = f"{type(self).__name__}.mix returned a {type(mixed).__name__}"
+            raise TypeError(f"{found}; it has to return a tensor [tokens, hidden]")
+        return ResidualStream(total, mixed), total
 
     def forward(self, positions: Tensor, stream: ResidualStream) -> tuple[ResidualStream, Tensor]:
         """The stream after this layer, and the sum `[tokens, hidden]` that it came with."""
@@ -165,7 +170,11 @@ class DecoderModel(nn.Module, EagleModelMixin):
         stream = ResidualStream(total)
         for index in range(self.start_layer, self.end_layer):
             layer = self.layers[index]
-            assert isinstance(layer, DecoderLayer)
+            if not isinstance(layer, DecoderLayer):
+                raise TypeError(
+                    f"layer {index} is a {type(layer).__name__}, which is no DecoderLayer; derive "
+                    "it from that, or give the model a `model_class` of its own"
+                )
             if index not in self.left_out:
                 stream, total = layer(positions, stream)
             self._maybe_add_hidden_state(aux, index, total, None)
@@ -244,7 +253,7 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         layer_type: type[nn.Module] | None = None,
     ) -> DecoderModel:
         """The model without its head; `layer_type` replaces `layer_class`."""
-        make_layer = partial(layer_type or self.layer_class, vllm_config)
+        make_layer = partial(layer_type or type(self).layer_class, vllm_config)
         config = vllm_config.model_config.hf_text_config
         return self.model_class(config, make_layer, self.norm_class, prefix)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral (arXiv 2401.04088): Llama's attention, and experts in every layer."""
+"""Mixtral (arXiv 2401.04088): Mistral's attention, and experts in every layer."""
 
 from transformers import PretrainedConfig
 
@@ -8,22 +8,10 @@ from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderForCausalLM
 from vllm.model_executor.models.llama import AttentionDecoderLayer
-from vllm.model_executor.models.utils import head_dim
+from vllm.model_executor.models.mistral import attention_shape
 from vllm.model_executor.models.weights import WeightsMapper
-
-
-def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
-    """The attention of every layer; all of them slide, or none."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        sliding_window=config.sliding_window,
-    )
 
 
 def mixture_shape(config: PretrainedConfig) -> MixtureShape:

@@ -191,7 +191,7 @@ def new_layer(vllm_config: VllmConfig, prefix: str = "") -> DecoderLayer:
 class OlmoHybridForCausalLM(HybridForCausalLM):
     """`OlmoHybridForCausalLM` checkpoints, convolutions of q, k and v apart or as one."""
 
-    layer_class = staticmethod(new_layer)
+    layer_class = new_layer
     recurrent_shape = staticmethod(delta_net_shape)
     fused_names = (
         ("conv1d", "q_conv1d", 0),

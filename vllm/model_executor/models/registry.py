@@ -28,8 +28,10 @@ _MODELS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3:Gemma3ForConditionalGeneration",
     "GptOssForCausalLM": "gpt_oss:GptOssForCausalLM",
     "LlamaForCausalLM": "llama:LlamaForCausalLM",
+    "MistralForCausalLM": "mistral:MistralForCausalLM",
     "MixtralForCausalLM": "mixtral:MixtralForCausalLM",
     "OlmoHybridForCausalLM": "olmo_hybrid:OlmoHybridForCausalLM",
+    "Qwen2ForCausalLM": "qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM": "qwen3_next:Qwen3NextForCausalLM",
@@ -68,16 +70,29 @@ class _ModelRegistry:
         return set(self._models)
 
     def load_model_cls(self, model_arch: str) -> ModelClass:
-        """The class of one architecture; raises ValueError for an unknown one."""
+        """The class of one architecture.
+
+        Raises ValueError for an unknown one, ImportError and TypeError for one whose registered
+        name cannot be imported, or is that of no model class.
+        """
         entry = self._models.get(model_arch)
         if entry is None:
             raise self._unknown([model_arch])
         if isinstance(entry, str):
-            module, name = entry.split(":")
-            entry = getattr(importlib.import_module(module), name)
-            assert isinstance(entry, type) and issubclass(entry, nn.Module), entry
-            self._models[model_arch] = entry
+            entry = self._models[model_arch] = self._imported(model_arch, entry)
         return entry
+
+    @staticmethod
+    def _imported(model_arch: str, path: str) -> ModelClass:
+        module, name = path.split(":")
+        where = f"{model_arch} is registered as {path!r}"
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            raise ImportError(f"{where}: {error}") from error
+        if not (isinstance(found, type) and issubclass(found, nn.Module)):
+            raise TypeError(f"{where}, which is no torch.nn.Module class but {found!r}")
+        return found
 
     def resolve_model_cls(self, architectures: str | Iterable[str]) -> tuple[ModelClass, str]:
         """`(class, name)` of the first supported name; raises ValueError listing what is."""

@@ -48,6 +48,11 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
 
     def __post_init__(self) -> None:
+        if not all(isinstance(shape, tuple) for shape in self.shapes):
+            raise ValueError(
+                f"state shapes {self.shapes} are no tuples, one for each state, as "
+                "((64,),) for one vector of 64"
+            )
         if len(self.shapes) != len(self.dtypes):
             raise ValueError(f"{len(self.shapes)} state shapes but {len(self.dtypes)} dtypes")
         if self.mamba_cache_mode not in ("none", "align", "all"):

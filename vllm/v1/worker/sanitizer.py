@@ -48,7 +48,8 @@ class _Nan:
     def written(self) -> str:
         """The problem if the step just run had to write it."""
         if self.unwritten:
-            return f"was not written by the step that computed it (layer {self.layer})"
+            what = "was not written by the step that computed it, or made of what nobody wrote"
+            return f"{what} (layer {self.layer})"
         return f"is NaN (layer {self.layer}){_NOT_READ}"
 
 

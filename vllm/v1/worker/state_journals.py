@@ -90,18 +90,21 @@ class StateJournals:
     ) -> StateJournals | None:
         """None where there is nothing to keep (see `JournalSize.of`), or no room for it in the
         pool. ValueError for drafts beside a recurrent layer without a journal, whose state could
-        not take back a rejected one."""
+        not take back a rejected one, and for kinds of layers with journals in one group."""
         groups = []
         for group_id, group in enumerate(config.kv_cache_groups):
             members = [layers[name] for name in group.layer_names]
             keeping = [layer for layer in members if isinstance(layer, KeepsJournal)]
             recurrent = group.kv_cache_spec.is_recurrent
-            if recurrent and len(keeping) < len(members) and vllm_config.tokens_to_verify > 1:
-                kind = type(members[0]).__name__
+            without = [n for n in group.layer_names if not isinstance(layers[n], KeepsJournal)]
+            if recurrent and without and vllm_config.tokens_to_verify > 1:
+                kind = type(layers[without[0]]).__name__
                 raise VLLMValidationError(
-                    f"{group.layer_names[0]}: {kind} layers keep no journal, so drafts cannot be "
+                    f"{without[0]}: {kind} layers keep no journal, so drafts cannot be "
                     "verified; leave --speculative-config out"
                 )
+            for name in group.layer_names:
+                _check_same_journal(name, keeping, layers[name])
             if keeping:
                 spec = MambaSpec.expect(group.kv_cache_spec)
                 groups.append((group_id, keeping, keeping[0].journal_shape(spec)))
@@ -256,3 +259,16 @@ class StateJournals:
             index = index.pin_memory().to(progress.pending.device, non_blocking=True)
         for count in (progress.pending, progress.first, progress.taken):
             count.index_fill_(0, index, 0)
+
+
+def _check_same_journal(
+    name: str, keeping: Sequence[KeepsJournal], layer: AttentionLayerBase
+) -> None:
+    """The first layer's `commit` writes what all of its group have pending."""
+    if not isinstance(layer, KeepsJournal) or type(layer).commit == type(keeping[0]).commit:
+        return
+    kinds = f"{type(keeping[0]).__name__} and {type(layer).__name__}"
+    raise VLLMValidationError(
+        f"{name}: {kinds} layers keep equal states but write them with different ops; give each "
+        "kind a `mamba_type` of its own"
+    )

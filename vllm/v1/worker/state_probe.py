@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Filling blocks with NaN and searching them for it: device side of the sanitizer.
 
-Bytes 0xFF are a NaN in every float dtype, and one that no arithmetic produces.
+Bytes 0xFF are a NaN in every float dtype, and one that no arithmetic on numbers produces.
 """
 
 from __future__ import annotations
