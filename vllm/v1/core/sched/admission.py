@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -205,7 +206,8 @@ class SchedulerAdmission(SchedulerResults):
                 return None
         num_external, load_async = 0, False
         if self.connector is not None and request.num_failed_loads < MOST_FAILED_LOADS:
-            found, load_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            answer = self.connector.get_num_new_matched_tokens(request, num_local)
+            found, load_async = answers.matched_tokens(self.connector, answer)
             if found is None:
                 return None
             num_external = found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -133,9 +134,12 @@ class KVTransfer:
         self.abandon_load(request)
         block_ids = self._manager.get_block_ids(request_id)
         if self._all_groups:
-            delay, params = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
+            method = "request_finished_all_groups"
+            answer = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
         else:
-            delay, params = self.connector.request_finished(request, block_ids[0])
+            method = "request_finished"
+            answer = self.connector.request_finished(request, block_ids[0])
+        delay, params = answers.finished_request(self.connector, method, answer)
         if delay:
             self.sending.add(request_id)
         return delay or request_id in self.loading, params
