@@ -66,7 +66,8 @@ class OffloadingSettings:
                 "cpu_bytes_to_use",
                 self.cpu_bytes,
                 f"one page of this model's state takes {plan.page_bytes} bytes on each of "
-                f"{num_ranks} ranks; give at least {plan.page_bytes * num_ranks} bytes",
+                f"{num_ranks} ranks; give at least {plan.page_bytes * num_ranks} bytes "
+                "(--kv-offloading-size counts GiB)",
             )
         return pages
 
@@ -78,7 +79,9 @@ class OffloadingSettings:
         if pages < 1:
             needed = plan.page_bytes * num_ranks
             raise _extra().refused(
-                "max_bytes", self.files.max_bytes, f"give at least {needed} bytes"
+                "secondary_tiers[0].max_bytes",
+                self.files.max_bytes,
+                f"give at least {needed} bytes",
             )
         return pages
 
