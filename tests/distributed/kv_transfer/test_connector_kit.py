@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from vllm.testing.connectors import checks as kit_checks
 from vllm.testing.connectors import engine as kit_engine
 from vllm.testing.connectors import worker as kit_worker
 from vllm.testing.connectors.checks import running
+from vllm.v1.core.sched import kv_transfer
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +201,47 @@ def test_planted_mistakes_are_named(
     with pytest.raises(ContractViolation) as caught:
         CHECKS[check](case, case.kinds[0], tmp_path)
     assert caught.value.name == name and VIOLATIONS[name] in str(caught.value)
+
+
+def test_a_connector_for_next_turns_alone(tmp_path: Path) -> None:
+    """Where prompts are not found again, the turns after their answers count, and are damaged."""
+    case = sample(tmp_path, None)
+    case.config["kv_connector"] = "NextTurnConnector"
+    CHECKS["exact-bits"](case, "attention", tmp_path / "right")
+    case.config["kv_connector_extra_config"]["fault"] = "broken-data-decoded"
+    for check in ("recompute", "fail"):
+        with pytest.raises(ContractViolation, match="^broken-data-decoded: .*corrupt: wrong-bits"):
+            CHECKS[check](case, "attention", tmp_path / check)
+
+
+def test_random_lives_say_what_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(ContractViolation) as caught:
+        check_random_lives(sample(tmp_path, "broken-data-decoded"), "attention", tmp_path)
+    assert caught.value.name == "broken-data-decoded"
+
+
+def test_a_reader_that_maps_a_file_outlives_its_damage(tmp_path: Path) -> None:
+    """A mapped file that gets shorter would end the process, without a word of the kit's."""
+    path = tmp_path / "state.bin"
+    path.write_bytes(b"state" * 2000)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert damage_files(None, None, tmp_path, "short")  # type: ignore[arg-type]
+        assert os.fstat(file.fileno()).st_size == 10000 and mapped[-5:] == b"state"
+    assert [one.name for one in tmp_path.iterdir()] == ["state.bin"]
+    assert path.stat().st_size == 5000
+
+
+def test_a_report_that_does_not_come_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
+    monkeypatch.setattr(kv_transfer, "_LOOK_S", 0.0)
+    monkeypatch.setattr(kv_transfer, "_SLOW_S", 0.1)
+    with pytest.raises(ContractViolation, match="never-settles"):
+        CHECKS["exact-bits"](sample(tmp_path, "never-sent"), "attention", tmp_path)
+    said = "\n".join(one.getMessage() for one in caplog.records)
+    assert "SampleConnector.get_finished has not reported as sent: r1" in said
+    assert [said.count(f"r{number}") for number in range(1, 5)] == [1, 1, 1, 1]
 
 
 def test_every_violation_is_planted() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+#: how often it is looked how long requests wait for reports, and after how long a warning is due
+_LOOK_S, _SLOW_S = 10.0, 60.0
 
 
 def create_scheduler_connector(
@@ -66,6 +70,9 @@ class KVTransfer:
         self.sending: set[str] = set()
         #: loads whose outcome is not known yet
         self._loads: dict[str, _Load] = {}
+        #: requests that wait for a report: since when, and whether that was said
+        self._waits: dict[str, tuple[float, bool]] = {}
+        self._next_look_s = 0.0
         self._manager = manager
         self._all_groups = supports_hma(connector)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -126,6 +133,7 @@ class KVTransfer:
         """The step's loads are known to have come, or were reported as failed."""
         for request_id in scheduler_output.num_scheduled_tokens if self._loads else ():
             self._loads.pop(request_id, None)
+        self._warn_of_waits(time.monotonic())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Tell the connector; (whether a transfer keeps the blocks, parameters for the client)."""
@@ -163,6 +171,26 @@ class KVTransfer:
             self.sending.remove(request_id)
             ended.append(request_id)
         return ended
+
+    def _warn_of_waits(self, now_s: float) -> None:
+        """Once per request. A connector that forgets to report one has its blocks for ever."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        waits = {one: self._waits.get(one, (now_s, False)) for one in self.loading | self.sending}
+        slow = {
+            one for one, (since, said) in waits.items() if not said and now_s >= since + _SLOW_S
+        }
+        self._waits = {one: (since, said or one in slow) for one, (since, said) in waits.items()}
+        for what, requests in (("received", self.loading), ("sent", self.sending)):
+            if late := sorted(slow & requests):
+                logger.warning(
+                    "for %g s %s.get_finished has not reported as %s: %s. They keep their blocks",
+                    _SLOW_S,
+                    type(self.connector).__name__,
+                    what,
+                    ", ".join(late),
+                )
 
     def num_valid_tokens(self, request: Request, failed: set[tuple[int, int]]) -> int | None:
         """Computed tokens before the first block that failed to load; None: all are valid.
