@@ -244,6 +244,31 @@ def test_a_report_that_does_not_come_is_said_once(
     assert [said.count(f"r{number}") for number in range(1, 5)] == [1, 1, 1, 1]
 
 
+def test_what_is_still_being_loaded_is_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted request's connector hears so, before its blocks have anything worth keeping."""
+    case = sample(tmp_path, None)
+    finish = planted_connectors.SampleConnector.request_finished_all_groups
+    told: dict[str, int] = {}
+
+    def asked(self: Any, request: Any, block_ids: Any) -> Any:
+        told[request.request_id] = request.num_computed_tokens
+        return finish(self, request, block_ids)
+
+    connector = planted_connectors.SampleConnector
+    monkeypatch.setattr(connector, "request_finished_all_groups", asked)
+    with running(case, "attention", tmp_path, report_delay=lambda: 3) as engine:
+        engine.generate(kit_checks.PROMPTS[0])
+        engine.evict_device()
+        name = engine.add(kit_checks.PROMPTS[0])
+        engine.step()
+        assert engine.scheduler.transfer is not None
+        assert engine.scheduler.transfer.loading == {name}
+        engine.abort(name)
+    assert told == {"r1": 73, name: 0}
+
+
 def test_every_violation_is_planted() -> None:
     """`not-recomputed` is what all that goes unnoticed ends in, and has no mistake of its own."""
     assert {name for _, name in CAUGHT_BY.values()} == VIOLATIONS.keys() - {"not-recomputed"}

@@ -97,3 +97,16 @@ def test_what_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
         start_load_kv=lambda self, *args, **kwargs: None,
         acts_on_every_layer=classmethod(lambda cls, *args: False),
     )
+
+
+@pytest.mark.parametrize(("kind", "beside"), [("attention", False), ("hybrid", True)])
+def test_the_last_token_must_be_left(
+    kind: str, beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed for its logits: again, after a load beside the steps, which a recurrent state
+    that has seen it cannot do."""
+    monkeypatch.setattr(HybridConnector, "get_num_new_matched_tokens", lambda *_: (3, beside))
+    engine = SimulatedEngine(ConnectorCase(OWN), kind, tmp_path)
+    with pytest.raises(ContractViolation, match="matched 3 tokens .* must compute its last"):
+        engine.generate([1, 2, 3])
+    engine.shutdown()

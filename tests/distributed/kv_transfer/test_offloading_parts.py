@@ -152,6 +152,7 @@ def test_the_lmcache_backend_needs_its_package() -> None:
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{"type": "obj"}]}, "the only type is 'fs'"),
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{"type": "fs"}]}, "name a directory"),
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{}, {}]}, "at most one tier"),
+        ({"cpu_bytes_to_use": 9, "secondary_tiers": ["a"]}, "give an object: type, root_dir"),
     ],
 )
 def test_refused_settings(extra: dict[str, Any], message: str) -> None:

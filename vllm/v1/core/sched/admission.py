@@ -212,8 +212,9 @@ class SchedulerAdmission(SchedulerResults):
                 return None
             num_external = found
         computed = num_local + num_external
-        least_left = 0 if load_async else 1
-        if num_external < 0 or computed + least_left > request.num_tokens:
+        # A state that has seen the last token cannot compute it again for its logits.
+        may_be_all = load_async and self.transfer is not None and not self.transfer.keeps_states
+        if num_external < 0 or computed + (not may_be_all) > request.num_tokens:
             raise RuntimeError(
                 f"the KV connector matched {num_external} tokens after {num_local} cached ones; "
                 f"request {request.request_id} has {request.num_tokens} and must compute its last"

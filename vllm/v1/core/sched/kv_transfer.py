@@ -80,6 +80,11 @@ class KVTransfer:
         self._recurrent_groups = {i for i, s in enumerate(specs) if s.is_recurrent}
         connector.bind_gpu_block_pool(manager.block_pool)
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return bool(self._recurrent_groups)
+
     def is_tracking(self, request_id: str) -> bool:
         """Whether a transfer still needs the request's blocks."""
         return request_id in self.loading or request_id in self.sending
@@ -140,17 +145,27 @@ class KVTransfer:
         request_id = request.request_id
         self.received.discard(request_id)
         self.abandon_load(request)
-        block_ids = self._manager.get_block_ids(request_id)
+        computed = request.num_computed_tokens
+        if request_id in self.loading:
+            # Nothing is there that a connector could keep. What has come in the end is cached here.
+            request.num_computed_tokens = 0
+        try:
+            delay, params = self._ask_at_the_end(request)
+        finally:
+            request.num_computed_tokens = computed
+        if delay:
+            self.sending.add(request_id)
+        return delay or request_id in self.loading, params
+
+    def _ask_at_the_end(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        block_ids = self._manager.get_block_ids(request.request_id)
         if self._all_groups:
             method = "request_finished_all_groups"
             answer = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
         else:
             method = "request_finished"
             answer = self.connector.request_finished(request, block_ids[0])
-        delay, params = answers.finished_request(self.connector, method, answer)
-        if delay:
-            self.sending.add(request_id)
-        return delay or request_id in self.loading, params
+        return answers.finished_request(self.connector, method, answer)
 
     def update(self, output: KVConnectorOutput) -> list[str]:
         """Take a step's report; returns ids of which no transfer needs the blocks any more."""

@@ -103,6 +103,8 @@ def _file_tier(tiers: Any) -> FileTierSettings | None:
         raise refused("secondary_tiers", tiers, "give a list of at most one tier")
     if not tiers:
         return None
+    if not isinstance(tiers[0], Mapping):
+        raise refused("secondary_tiers[0]", tiers[0], f"give an object: {', '.join(_TIER_KEYS)}")
     tier = _extra({"max_bytes": _FILE_BYTES, **tiers[0]})
     kind, root = tier.given.get("type"), tier.given.get("root_dir")
     tier.check_keys(_TIER_KEYS, "secondary_tiers[0]")
