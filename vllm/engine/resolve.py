@@ -284,7 +284,8 @@ def _check_hybrid_manager(config: VllmConfig) -> None:
         raise VLLMValidationError(
             "--disable-hybrid-kv-cache-manager (set, or because the KV connector handles a single "
             "cache group only): this model has attention and recurrent layers, which cannot share "
-            "one cache geometry",
+            "one cache geometry; leave the flag out, and use a connector whose class derives from "
+            "SupportsHMA",
             parameter="disable_hybrid_kv_cache_manager",
             value=True,
         )

@@ -181,3 +181,25 @@ class SampleConnector(KVConnectorBase_V1, SupportsHMA):
             os.open("/dev/null", os.O_RDONLY)
         if self.fault == "threads-leaked":
             threading.Thread(target=threading.Event().wait, args=(20,), daemon=True).start()
+
+
+class NextTurnConnector(SampleConnector):
+    """Keeps what a request leaves, answer included, for prompts that go on with it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.answered: list[list[int]] = []
+
+    def _name(self, request: Any) -> tuple[int, ...]:
+        told = request.prompt_token_ids
+        begins = [tokens for tokens in self.answered if told[: len(tokens)] == tokens]
+        return self._whole_blocks(max(begins, key=len, default=[]))
+
+    def _whole_blocks(self, tokens: list[int]) -> tuple[int, ...]:
+        return tuple(tokens[: (len(tokens) - 1) // BLOCK * BLOCK])
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        tokens = list(request.all_token_ids)
+        self.answered.append(tokens)
+        self.prompts[request.request_id] = self._whole_blocks(tokens)
+        return super().request_finished_all_groups(request, block_ids)

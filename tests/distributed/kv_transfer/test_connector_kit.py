@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from vllm.testing.connectors import checks as kit_checks
 from vllm.testing.connectors import engine as kit_engine
 from vllm.testing.connectors import worker as kit_worker
 from vllm.testing.connectors.checks import running
+from vllm.v1.core.sched import kv_transfer
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +201,72 @@ def test_planted_mistakes_are_named(
     with pytest.raises(ContractViolation) as caught:
         CHECKS[check](case, case.kinds[0], tmp_path)
     assert caught.value.name == name and VIOLATIONS[name] in str(caught.value)
+
+
+def test_a_connector_for_next_turns_alone(tmp_path: Path) -> None:
+    """Where prompts are not found again, the turns after their answers count, and are damaged."""
+    case = sample(tmp_path, None)
+    case.config["kv_connector"] = "NextTurnConnector"
+    CHECKS["exact-bits"](case, "attention", tmp_path / "right")
+    case.config["kv_connector_extra_config"]["fault"] = "broken-data-decoded"
+    for check in ("recompute", "fail"):
+        with pytest.raises(ContractViolation, match="^broken-data-decoded: .*corrupt: wrong-bits"):
+            CHECKS[check](case, "attention", tmp_path / check)
+
+
+def test_random_lives_say_what_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(ContractViolation) as caught:
+        check_random_lives(sample(tmp_path, "broken-data-decoded"), "attention", tmp_path)
+    assert caught.value.name == "broken-data-decoded"
+
+
+def test_a_reader_that_maps_a_file_outlives_its_damage(tmp_path: Path) -> None:
+    """A mapped file that gets shorter would end the process, without a word of the kit's."""
+    path = tmp_path / "state.bin"
+    path.write_bytes(b"state" * 2000)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert damage_files(None, None, tmp_path, "short")  # type: ignore[arg-type]
+        assert os.fstat(file.fileno()).st_size == 10000 and mapped[-5:] == b"state"
+    assert [one.name for one in tmp_path.iterdir()] == ["state.bin"]
+    assert path.stat().st_size == 5000
+
+
+def test_a_report_that_does_not_come_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kit_engine, "_SETTLE_S", 0.5)
+    monkeypatch.setattr(kv_transfer, "_LOOK_S", 0.0)
+    monkeypatch.setattr(kv_transfer, "_SLOW_S", 0.1)
+    with pytest.raises(ContractViolation, match="never-settles"):
+        CHECKS["exact-bits"](sample(tmp_path, "never-sent"), "attention", tmp_path)
+    said = "\n".join(one.getMessage() for one in caplog.records)
+    assert "SampleConnector.get_finished has not reported as sent: r1" in said
+    assert [said.count(f"r{number}") for number in range(1, 5)] == [1, 1, 1, 1]
+
+
+def test_what_is_still_being_loaded_is_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted request's connector hears so, before its blocks have anything worth keeping."""
+    case = sample(tmp_path, None)
+    finish = planted_connectors.SampleConnector.request_finished_all_groups
+    told: dict[str, int] = {}
+
+    def asked(self: Any, request: Any, block_ids: Any) -> Any:
+        told[request.request_id] = request.num_computed_tokens
+        return finish(self, request, block_ids)
+
+    connector = planted_connectors.SampleConnector
+    monkeypatch.setattr(connector, "request_finished_all_groups", asked)
+    with running(case, "attention", tmp_path, report_delay=lambda: 3) as engine:
+        engine.generate(kit_checks.PROMPTS[0])
+        engine.evict_device()
+        name = engine.add(kit_checks.PROMPTS[0])
+        engine.step()
+        assert engine.scheduler.transfer is not None
+        assert engine.scheduler.transfer.loading == {name}
+        engine.abort(name)
+    assert told == {"r1": 73, name: 0}
 
 
 def test_every_violation_is_planted() -> None:

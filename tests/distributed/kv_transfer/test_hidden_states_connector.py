@@ -350,7 +350,12 @@ def test_needs_extraction() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_writer_threads": 0}, {"use_synchronization_lock": "yes"}]
+    "options",
+    [
+        {"num_writer_threads": 0},
+        {"use_synchronization_lock": "yes"},
+        {"shared_storage": "/data"},  # else the files would be in /tmp
+    ],
 )
 def test_bad_settings(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

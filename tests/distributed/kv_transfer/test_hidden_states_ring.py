@@ -326,6 +326,11 @@ def test_a_slow_trainer_makes_requests_keep_their_blocks(path: str) -> None:
     check_slow_trainer(harness_of(path, ring_bytes=4096), lambda: RingReader(path))
 
 
+def test_a_ring_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(VLLMValidationError, match=r"ring_path '/proc/none/x' of .* \(No such file"):
+        harness_of("/proc/none/x")
+
+
 def test_rows_that_can_never_fit_fail_their_request(path: str) -> None:
     check_too_many_rows(harness_of(path, ring_bytes=4096), "in a ring of 4096")
 

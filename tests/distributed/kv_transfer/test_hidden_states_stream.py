@@ -121,7 +121,8 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as stream:
         other = TcpTransport()
         address = ("127.0.0.1", stream.port)
-        with pytest.raises(OSError, match="Address already in use"):
+        where = f"host '127.0.0.1' and port {stream.port} of kv_connector_extra_config"
+        with pytest.raises(OSError, match=f"{where}: Address already in use.*; give an address"):
             RowStream(address, NUM_BYTES, FORMAT, 1.0, other, {})
         assert closed == [other]
 

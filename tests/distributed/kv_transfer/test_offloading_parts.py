@@ -152,6 +152,7 @@ def test_the_lmcache_backend_needs_its_package() -> None:
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{"type": "obj"}]}, "the only type is 'fs'"),
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{"type": "fs"}]}, "name a directory"),
         ({"cpu_bytes_to_use": 9, "secondary_tiers": [{}, {}]}, "at most one tier"),
+        ({"cpu_bytes_to_use": 9, "secondary_tiers": ["a"]}, "give an object: type, root_dir"),
     ],
 )
 def test_refused_settings(extra: dict[str, Any], message: str) -> None:
@@ -163,8 +164,18 @@ def test_a_tier_without_a_page_is_refused() -> None:
     plan = cache_of(ATTENTION).plan
     settings = OffloadingSettings.of({"cpu_bytes_to_use": plan.page_bytes * 2 - 1})
     assert settings.host_pages(plan, 1) == 1
-    with pytest.raises(VLLMValidationError, match=f"at least {2 * plan.page_bytes} bytes"):
+    least = f"at least {2 * plan.page_bytes} bytes .--kv-offloading-size"
+    with pytest.raises(VLLMValidationError, match=least):
         settings.host_pages(plan, 2)
+    tier = {"type": "fs", "root_dir": "a", "max_bytes": plan.page_bytes - 1}
+    settings = OffloadingSettings.of({"cpu_bytes_to_use": 1, "secondary_tiers": [tier]})
+    with pytest.raises(VLLMValidationError, match=r"secondary_tiers\[0\].max_bytes .* at least"):
+        settings.file_pages(plan, 1)
+
+
+def test_a_directory_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(VLLMValidationError, match=r"root_dir '/proc/none': cannot be made \(No"):
+        FileStore("/proc/none", {"model": "a"}, rank=0)
 
 
 def test_explain_shows_the_tiers(tmp_path: Path) -> None:

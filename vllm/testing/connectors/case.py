@@ -63,7 +63,10 @@ def damage_files(
             path.unlink(missing_ok=True)
         elif data := bytearray(path.read_bytes()):
             data[-1] ^= 1
-            path.write_bytes(data[: len(data) // 2] if damage == "short" else data)
+            # Another file in its place: one that got shorter would kill a reader that maps it.
+            damaged = path.with_name(f".{path.name}")
+            damaged.write_bytes(data[: len(data) // 2] if damage == "short" else data)
+            damaged.replace(path)
     return bool(files)
 
 

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,22 +40,24 @@ def check_exact_bits(case: ConnectorCase, kind: str, directory: Path) -> None:
     """Prompts and the next turns of their conversations, on the device and after it was evicted."""
     with running(case, kind, directory) as engine:
         for _ in range(2):
-            turns = PROMPTS
-            for _ in range(2):
-                outputs = _generate(engine, turns)
-                turns = [
-                    [*turn, *tokens, *prompt(9, 12, 0)]
-                    for turn, tokens in zip(turns, outputs, strict=True)
-                ]
+            _generate(engine, _next_turns(PROMPTS, _generate(engine, PROMPTS)))
             engine.evict_device()
         if case.loads:
             _expect_loads(engine)
 
 
 def _expect_loads(engine: SimulatedEngine) -> None:
-    [output] = engine.generate(PROMPTS[2])
-    if not output.num_cached_tokens:
-        raise ContractViolation("nothing-loaded", f"a prompt of {len(PROMPTS[2])} tokens")
+    """Of a conversation that was evicted, the first prompt or else the next turn is found."""
+    turn = PROMPTS[2]
+    for _ in range(2):
+        name = engine.add(turn)
+        engine.settle()
+        if engine.outputs[name].num_cached_tokens:
+            return
+        [turn] = _next_turns([turn], [engine.tokens[name]])
+        engine.evict_device()
+    lengths = f"a prompt of {len(PROMPTS[2])} tokens, nor its next turn"
+    raise ContractViolation("nothing-loaded", lengths)
 
 
 def check_one_group(case: ConnectorCase, kind: str, directory: Path) -> None:
@@ -114,29 +116,29 @@ def check_recompute(case: ConnectorCase, kind: str, directory: Path) -> None:
     """Whatever happens to stored data, the requests end with the tokens of computing it."""
     for how in DAMAGES:
         with running(case, kind, directory / how) as engine:
-            _generate(engine, PROMPTS)
+            rounds = (PROMPTS, _next_turns(PROMPTS, _generate(engine, PROMPTS)))
             engine.evict_device()
             with _decoding_damage(how):
-                if engine.damage(case, how):
-                    _generate(engine, PROMPTS)
+                for asked in (*rounds, *rounds) if engine.damage(case, how) else rounds:
+                    _generate(engine, asked)
                     engine.evict_device()
-                _generate(engine, PROMPTS)
 
 
 def check_fail(case: ConnectorCase, kind: str, directory: Path) -> None:
     """With the policy `fail` a request whose data is damaged ends with an error, others do not."""
     for how in DAMAGES:
         with running(case, kind, directory / how, policy="fail") as engine:
-            _generate(engine, PROMPTS)
+            rounds = (PROMPTS, _next_turns(PROMPTS, _generate(engine, PROMPTS)))
             engine.evict_device()
             if not engine.damage(case, how):
                 continue
-            with _decoding_damage(how):
-                names = [engine.add(p) for p in PROMPTS]
-                engine.settle()
-            ended = [(n, p) for n, p in zip(names, PROMPTS, strict=True)
-                     if engine.reason(n) is not FinishReason.ERROR]  # fmt: skip
-            _expect(engine, [n for n, _ in ended], [p for _, p in ended])
+            for asked in rounds:
+                with _decoding_damage(how):
+                    names = [engine.add(p) for p in asked]
+                    engine.evict_device()
+                ended = [(n, p) for n, p in zip(names, asked, strict=True)
+                         if engine.reason(n) is not FinishReason.ERROR]  # fmt: skip
+                _expect(engine, [n for n, _ in ended], [p for _, p in ended])
 
 
 def check_shutdown(case: ConnectorCase, kind: str, directory: Path) -> None:
@@ -208,8 +210,10 @@ def _random_life(
             engine.evict_device()
         elif event < 0.45:
             damaged |= engine.damage(case, generator.choice(DAMAGES))
-        engine.step()
-    engine.settle()
+        with _decoding_damage("some") if damaged else nullcontext():
+            engine.step()
+    with _decoding_damage("some") if damaged else nullcontext():
+        engine.settle()
     for name in names:
         may_fail = damaged and policy == "fail" and engine.reason(name) is FinishReason.ERROR
         if name not in aborted and not may_fail:
@@ -252,6 +256,12 @@ def _generate(engine: SimulatedEngine, prompts: Sequence[list[int]]) -> list[lis
     names = [engine.add(p) for p in prompts]
     engine.settle()
     return _expect(engine, names, prompts)
+
+
+def _next_turns(turns: Sequence[list[int]], outputs: Sequence[list[int]]) -> list[list[int]]:
+    """What clients send after these answers."""
+    ends = prompt(9, 12, 0)
+    return [[*turn, *tokens, *ends] for turn, tokens in zip(turns, outputs, strict=True)]
 
 
 def _expect(

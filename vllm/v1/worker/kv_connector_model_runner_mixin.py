@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import ForwardContext
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -80,7 +81,10 @@ class KVConnectorModelRunnerMixin:
     @staticmethod
     def take_failed_requests() -> dict[str, RequestError]:
         """Request id -> reason, of requests that the connector cannot serve; call after a step."""
-        return get_kv_transfer_group().take_failed_requests() if has_kv_transfer_group() else {}
+        if not has_kv_transfer_group():
+            return {}
+        connector = get_kv_transfer_group()
+        return answers.failed_requests(connector, connector.take_failed_requests())
 
 
 def _begin(
@@ -97,9 +101,16 @@ def _collect(
     connector: KVConnectorBase_V1, finished_req_ids: set[str], report: KVConnectorOutput
 ) -> None:
     connector.begin_reports()
-    report.finished_sending, report.finished_recving = connector.get_finished(finished_req_ids)
-    report.invalid_blocks = connector.get_blocks_with_load_errors()
-    report.invalid_block_ids = connector.get_block_ids_with_load_errors()
-    report.kv_connector_stats = connector.get_kv_connector_stats()
+    reported = connector.get_finished(finished_req_ids)
+    report.finished_sending, report.finished_recving = answers.finished_transfers(
+        connector, reported
+    )
+    report.invalid_blocks = answers.blocks(connector, connector.get_blocks_with_load_errors())
+    report.invalid_block_ids = answers.block_ids(
+        connector, connector.get_block_ids_with_load_errors()
+    )
+    report.kv_connector_stats = answers.stats(connector, connector.get_kv_connector_stats())
     report.kv_cache_events = connector.get_kv_connector_kv_cache_events()
-    report.kv_connector_worker_meta = connector.build_connector_worker_meta()
+    report.kv_connector_worker_meta = answers.worker_meta(
+        connector, connector.build_connector_worker_meta()
+    )

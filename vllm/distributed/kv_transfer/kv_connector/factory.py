@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.interface_check import check_interface
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
@@ -81,7 +81,7 @@ class KVConnectorFactory:
             )
         else:
             connector_cls = _load_class(module_path, name)
-        _check_constructor(connector_cls)
+        check_interface(connector_cls)
         return connector_cls
 
     @classmethod
@@ -108,7 +108,13 @@ class KVConnectorFactory:
         if not connector_cls.supports_hma_config(transfer):
             _check_one_group(connector_cls, config, kv_cache_config)
         logger.info("KV connector %s (%s side)", connector_cls.__name__, role.name.lower())
-        return connector_cls(config, role, kv_cache_config)
+        made = connector_cls(config, role, kv_cache_config)
+        if "_kv_transfer_config" not in vars(made):
+            raise VLLMValidationError(
+                f"{connector_cls.__name__}.__init__ does not call "
+                "super().__init__(vllm_config, role, kv_cache_config), which every other call needs"
+            )
+        return made
 
 
 def _check_one_group(
@@ -153,17 +159,6 @@ def _load_class(module_path: str, class_name: str) -> type[KVConnectorBase_V1]:
             value=class_name,
         )
     return found
-
-
-def _check_constructor(connector_cls: type[KVConnectorBase_V1]) -> None:
-    """Constructors are called by position, so their parameters may have any names."""
-    try:
-        inspect.signature(connector_cls).bind(None, None, None)
-    except TypeError as error:
-        raise VLLMValidationError(
-            f"{connector_cls.__name__}.__init__ cannot be called with (vllm_config, role, "
-            f"kv_cache_config) by position: {error}"
-        ) from error
 
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"

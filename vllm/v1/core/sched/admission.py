@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -205,13 +206,15 @@ class SchedulerAdmission(SchedulerResults):
                 return None
         num_external, load_async = 0, False
         if self.connector is not None and request.num_failed_loads < MOST_FAILED_LOADS:
-            found, load_async = self.connector.get_num_new_matched_tokens(request, num_local)
+            answer = self.connector.get_num_new_matched_tokens(request, num_local)
+            found, load_async = answers.matched_tokens(self.connector, answer)
             if found is None:
                 return None
             num_external = found
         computed = num_local + num_external
-        least_left = 0 if load_async else 1
-        if num_external < 0 or computed + least_left > request.num_tokens:
+        # A state that has seen the last token cannot compute it again for its logits.
+        may_be_all = load_async and self.transfer is not None and not self.transfer.keeps_states
+        if num_external < 0 or computed + (not may_be_all) > request.num_tokens:
             raise RuntimeError(
                 f"the KV connector matched {num_external} tokens after {num_local} cached ones; "
                 f"request {request.request_id} has {request.num_tokens} and must compute its last"

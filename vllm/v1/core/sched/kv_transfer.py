@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -20,6 +22,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+#: how often it is looked how long requests wait for reports, and after how long a warning is due
+_LOOK_S, _SLOW_S = 10.0, 60.0
 
 
 def create_scheduler_connector(
@@ -65,12 +70,20 @@ class KVTransfer:
         self.sending: set[str] = set()
         #: loads whose outcome is not known yet
         self._loads: dict[str, _Load] = {}
+        #: requests that wait for a report: since when, and whether that was said
+        self._waits: dict[str, tuple[float, bool]] = {}
+        self._next_look_s = 0.0
         self._manager = manager
         self._all_groups = supports_hma(connector)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_sizes = [spec.block_size for spec in specs]
         self._recurrent_groups = {i for i, s in enumerate(specs) if s.is_recurrent}
         connector.bind_gpu_block_pool(manager.block_pool)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the model has recurrent states."""
+        return bool(self._recurrent_groups)
 
     def is_tracking(self, request_id: str) -> bool:
         """Whether a transfer still needs the request's blocks."""
@@ -125,20 +138,34 @@ class KVTransfer:
         """The step's loads are known to have come, or were reported as failed."""
         for request_id in scheduler_output.num_scheduled_tokens if self._loads else ():
             self._loads.pop(request_id, None)
+        self._warn_of_waits(time.monotonic())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         """Tell the connector; (whether a transfer keeps the blocks, parameters for the client)."""
         request_id = request.request_id
         self.received.discard(request_id)
         self.abandon_load(request)
-        block_ids = self._manager.get_block_ids(request_id)
-        if self._all_groups:
-            delay, params = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
-        else:
-            delay, params = self.connector.request_finished(request, block_ids[0])
+        computed = request.num_computed_tokens
+        if request_id in self.loading:
+            # Nothing is there that a connector could keep. What has come in the end is cached here.
+            request.num_computed_tokens = 0
+        try:
+            delay, params = self._ask_at_the_end(request)
+        finally:
+            request.num_computed_tokens = computed
         if delay:
             self.sending.add(request_id)
         return delay or request_id in self.loading, params
+
+    def _ask_at_the_end(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        block_ids = self._manager.get_block_ids(request.request_id)
+        if self._all_groups:
+            method = "request_finished_all_groups"
+            answer = self.connector.request_finished_all_groups(request, block_ids)  # type: ignore[attr-defined]
+        else:
+            method = "request_finished"
+            answer = self.connector.request_finished(request, block_ids[0])
+        return answers.finished_request(self.connector, method, answer)
 
     def update(self, output: KVConnectorOutput) -> list[str]:
         """Take a step's report; returns ids of which no transfer needs the blocks any more."""
@@ -159,6 +186,26 @@ class KVTransfer:
             self.sending.remove(request_id)
             ended.append(request_id)
         return ended
+
+    def _warn_of_waits(self, now_s: float) -> None:
+        """Once per request. A connector that forgets to report one has its blocks for ever."""
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + _LOOK_S
+        waits = {one: self._waits.get(one, (now_s, False)) for one in self.loading | self.sending}
+        slow = {
+            one for one, (since, said) in waits.items() if not said and now_s >= since + _SLOW_S
+        }
+        self._waits = {one: (since, said or one in slow) for one, (since, said) in waits.items()}
+        for what, requests in (("received", self.loading), ("sent", self.sending)):
+            if late := sorted(slow & requests):
+                logger.warning(
+                    "for %g s %s.get_finished has not reported as %s: %s. They keep their blocks",
+                    _SLOW_S,
+                    type(self.connector).__name__,
+                    what,
+                    ", ".join(late),
+                )
 
     def num_valid_tokens(self, request: Request, failed: set[tuple[int, int]]) -> int | None:
         """Computed tokens before the first block that failed to load; None: all are valid.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
@@ -46,7 +47,8 @@ class Scheduler(SchedulerAdmission):
                 break
         output = self._make_output(step)
         if self.connector is not None:
-            output.kv_connector_metadata = self.connector.build_connector_meta(output)
+            answer = self.connector.build_connector_meta(output)
+            output.kv_connector_metadata = answers.metadata(self.connector, answer)
         self._advance(step, output)
         self._in_flight.append((output, step.requests))
         return output

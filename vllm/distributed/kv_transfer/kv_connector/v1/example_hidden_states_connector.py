@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm import decisions
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.extra_config import ExtraConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states import file_lock
 from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.connector import (
     HiddenStatesConnector,
@@ -67,6 +68,13 @@ _PROBE_BYTES = 4 * 2**20
 #: a step may spend this long on reserving 4 MiB (1 GiB/s)
 _LIMIT_S = 0.004
 _WHAT = "hidden-state file space"
+_KEYS = (
+    "shared_storage_path",
+    "num_writer_threads",
+    "use_synchronization_lock",
+    "allow_custom_save_path",
+    STORAGE_DTYPE_KEY,
+)
 
 
 def choose_reservation(directory: str) -> bool:
@@ -140,7 +148,7 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
     - `allow_custom_save_path` (false): honour a request's `hidden_states_path` below the directory;
     - `storage_dtype` (`auto`): `auto` or `fp8_e4m3`.
 
-    Raises ValueError without extraction or for settings of a wrong type.
+    Raises ValueError without extraction, or for settings that are unknown or of a wrong type.
     """
 
     def __init__(
@@ -151,6 +159,9 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
+        if type(self) is ExampleHiddenStatesConnector:  # classes derived from it add their own
+            extra = ExtraConfig(type(self).__name__, transfer.kv_connector_extra_config)
+            extra.check_keys(_KEYS)
         self._storage_path = storage_path(transfer)
         self._allow_custom_path = flag(transfer, "allow_custom_save_path", False)
         self._filenames: dict[str, str] = {}

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import answers
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -144,7 +145,8 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         sent: set[str] = set()
         received: set[str] = set()
         for child in self._children:
-            sending, recving = child.get_finished(finished_req_ids)
+            reported = child.get_finished(finished_req_ids)
+            sending, recving = answers.finished_transfers(child, reported)
             received |= recving or set()
             sent |= {req_id for req_id in sending or () if self._last_report(req_id)}
         return sent or None, received or None
@@ -157,21 +159,27 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         return missing == 0
 
     def get_blocks_with_load_errors(self) -> set[tuple[int, int]]:
-        return set().union(*(c.get_blocks_with_load_errors() for c in self._children))
+        return set().union(
+            *(answers.blocks(c, c.get_blocks_with_load_errors()) for c in self._children)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set().union(*(c.get_block_ids_with_load_errors() for c in self._children))
+        return set().union(
+            *(answers.block_ids(c, c.get_block_ids_with_load_errors()) for c in self._children)
+        )
 
     def take_failed_requests(self) -> dict[str, RequestError]:
         failed: dict[str, RequestError] = {}
         for child in self._children:
-            failed = {**child.take_failed_requests(), **failed}
+            own = answers.failed_requests(child, child.take_failed_requests())
+            failed = {**own, **failed}
         return failed
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         data: dict[str, Any] = {}
         for index, child in enumerate(self._children):
-            if (stats := child.get_kv_connector_stats()) is not None:
+            stats = answers.stats(child, child.get_kv_connector_stats())
+            if stats is not None:
                 data[child_key(index, type(child))] = stats
         return MultiKVConnectorStats(data) if data else None
 
@@ -182,7 +190,8 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return MultiKVConnectorWorkerMetadata.of(
-            child.build_connector_worker_meta() for child in self._children
+            answers.worker_meta(child, child.build_connector_worker_meta())
+            for child in self._children
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -223,7 +232,8 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         undecided = False
         for index, child in enumerate(self._children):
             # Every child is asked, since some start a lookup that they answer later.
-            num_tokens, runs_beside = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            found = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            num_tokens, runs_beside = answers.matched_tokens(child, found)
             if num_tokens is None:
                 undecided = True
             elif num_tokens > 0 and chosen[0] == 0:
@@ -245,7 +255,11 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> MultiKVConnectorMetadata:
         extra, self._extra_holders = self._extra_holders, {}
         return MultiKVConnectorMetadata(
-            tuple(child.build_connector_meta(scheduler_output) for child in self._children), extra
+            tuple(
+                answers.metadata(child, child.build_connector_meta(scheduler_output))
+                for child in self._children
+            ),
+            extra,
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -260,16 +274,22 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
             child.update_connector_output(output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
-        return self._finish(request, lambda child: child.request_finished(request, block_ids))
+        def ask(child: KVConnectorBase_V1) -> Finished:
+            answer = child.request_finished(request, block_ids)
+            return answers.finished_request(child, "request_finished", answer)
+
+        return self._finish(request, ask)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> Finished:
         def ask(child: KVConnectorBase_V1) -> Finished:
             if isinstance(child, SupportsHMA):
-                return child.request_finished_all_groups(request, block_ids)
+                answer = child.request_finished_all_groups(request, block_ids)
+                return answers.finished_request(child, "request_finished_all_groups", answer)
             [only_group] = block_ids
-            return child.request_finished(request, only_group)
+            answer = child.request_finished(request, only_group)
+            return answers.finished_request(child, "request_finished", answer)
 
         return self._finish(request, ask)
 
@@ -278,7 +298,7 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
         ends with an error, and its blocks stay for those that read them."""
         req_id = request.request_id
         num_saves = 0
-        answers: list[dict[str, Any]] = []
+        replies: list[dict[str, Any]] = []
         self._loading.pop(req_id, None)
         failure: Exception | None = None
         for child in self._children:
@@ -289,15 +309,15 @@ class MultiConnector(MultiConnectorClass, SupportsHMA):
                 failure = failure or error
                 continue
             num_saves += keep_blocks
-            answers += [params] if params is not None else []
-        if len(answers) > 1:
+            replies += [params] if params is not None else []
+        if len(replies) > 1:
             failure = RuntimeError("more than one connector returned kv_transfer_params")
         if num_saves > 1:
             self._extra_holders[req_id] = num_saves - 1
         if failure is not None and request.status is not RequestStatus.FINISHED_ABORTED:
             request.status = RequestStatus.FINISHED_ERROR
             request.error = RequestFailure.of("save", failure)
-        answered = answers if failure is None else []
+        answered = replies if failure is None else []
         return num_saves > 0, next(iter(answered), None)
 
     def has_pending_push_work(self) -> bool:

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.sinks import (
     num_bytes_of,
     policy_of,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_record import Policy
 from vllm.hidden_states_ring import RingWriter
 from vllm.hidden_states_ring_file import record_bytes
@@ -73,7 +74,16 @@ class RingHiddenStatesConnector(SinkConnector):
 
     def _make_saver(self, copier: RowCopier) -> SinkSaver:
         settings = self._settings
-        ring = RingWriter(settings.path, settings.num_bytes, copier.format)
+        try:
+            ring = RingWriter(settings.path, settings.num_bytes, copier.format)
+        except OSError as error:
+            raise VLLMValidationError(
+                f"RingHiddenStatesConnector: ring_path {settings.path!r} of {settings.num_bytes} "
+                f"bytes cannot be made ({error.strerror}); name a file in a directory that is "
+                "there, can be written and has room (ring_bytes)",
+                parameter="ring_path",
+                value=settings.path,
+            ) from error
         return SinkSaver(copier, ring, settings.policy, "ring")
 
     def _no_room(self, num_rows: int, request_id: str) -> str | None:

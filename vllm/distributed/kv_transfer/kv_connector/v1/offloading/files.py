@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     state_identity,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.seal import SealBroken
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     BlockHashWithGroupId,
@@ -96,7 +97,15 @@ class FileStore:
         self._identity = text
         self._base = os.path.join(root, xxhash.xxh3_128_hexdigest(text.encode()))
         self._directory = os.path.join(self._base, f"r{rank}")
-        os.makedirs(self._directory, exist_ok=True)
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+        except OSError as error:
+            instead = f"cannot be made ({error.strerror}); name a directory that can be written"
+            raise VLLMValidationError(
+                f"OffloadingConnector: secondary_tiers[0].root_dir {root!r}: {instead}",
+                parameter="root_dir",
+                value=root,
+            ) from error
 
     def hash_root(self) -> bytes:
         """The 32 random bytes that hashes of these files start from, made by the first engine."""

@@ -66,7 +66,8 @@ class OffloadingSettings:
                 "cpu_bytes_to_use",
                 self.cpu_bytes,
                 f"one page of this model's state takes {plan.page_bytes} bytes on each of "
-                f"{num_ranks} ranks; give at least {plan.page_bytes * num_ranks} bytes",
+                f"{num_ranks} ranks; give at least {plan.page_bytes * num_ranks} bytes "
+                "(--kv-offloading-size counts GiB)",
             )
         return pages
 
@@ -78,7 +79,9 @@ class OffloadingSettings:
         if pages < 1:
             needed = plan.page_bytes * num_ranks
             raise _extra().refused(
-                "max_bytes", self.files.max_bytes, f"give at least {needed} bytes"
+                "secondary_tiers[0].max_bytes",
+                self.files.max_bytes,
+                f"give at least {needed} bytes",
             )
         return pages
 
@@ -100,6 +103,8 @@ def _file_tier(tiers: Any) -> FileTierSettings | None:
         raise refused("secondary_tiers", tiers, "give a list of at most one tier")
     if not tiers:
         return None
+    if not isinstance(tiers[0], Mapping):
+        raise refused("secondary_tiers[0]", tiers[0], f"give an object: {', '.join(_TIER_KEYS)}")
     tier = _extra({"max_bytes": _FILE_BYTES, **tiers[0]})
     kind, root = tier.given.get("type"), tier.given.get("root_dir")
     tier.check_keys(_TIER_KEYS, "secondary_tiers[0]")

@@ -157,7 +157,12 @@ class MessageServer:
     ) -> None:
         self._handlers = handlers
         self._ended = ended
-        self._listener = socket.create_server((host, port))
+        try:
+            self._listener = socket.create_server((host, port))
+        except OSError as error:
+            where = f"host {host!r} and port {port} of kv_connector_extra_config"
+            instead = "give an address of this machine and a port that is free, or 0"
+            raise OSError(f"cannot listen at {where}: {error.strerror}; {instead}") from error
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
