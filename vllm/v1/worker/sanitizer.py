@@ -24,6 +24,7 @@ from vllm.v1.worker.input_batch import InputBatch, RequestState, StepOrder
 from vllm.v1.worker.state_probe import GroupProbe
 from vllm.v1.worker.step_inputs import StepInputs
 
+_UNWRITTEN = "was not written by the step that computed it, or made of what nobody wrote"
 _NOT_READ = (
     " although nothing the request may read is: a kernel read more than that, or the model itself "
     "computes NaN"
@@ -48,8 +49,7 @@ class _Nan:
     def written(self) -> str:
         """The problem if the step just run had to write it."""
         if self.unwritten:
-            what = "was not written by the step that computed it, or made of what nobody wrote"
-            return f"{what} (layer {self.layer})"
+            return f"{_UNWRITTEN} (layer {self.layer})"
         return f"is NaN (layer {self.layer}){_NOT_READ}"
 
 
