@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2 and 3 (arXiv 2407.21783): rotary attention and SwiGLU behind RMS norms."""
 
+from dataclasses import replace
+
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -42,16 +44,20 @@ class AttentionDecoderLayer(DecoderLayer):
         return self.self_attn.after_norm(self.input_layernorm, positions, stream)
 
 
-def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
-    """A layer's attention, from the checkpoint's config."""
+def plain_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """A layer's attention without biases, from the checkpoint's config."""
     return SelfAttentionShape(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim(config),
-        qkv_bias=config.attention_bias,
-        o_bias=config.attention_bias,
     )
+
+
+def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
+    """A layer's attention, with biases if the checkpoint's config says so."""
+    bias = config.attention_bias
+    return replace(plain_shape(config), qkv_bias=bias, o_bias=bias)
 
 
 class LlamaDecoderLayer(AttentionDecoderLayer):

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistral (arXiv 2310.06825): Llama's form, whose layers all slide, or none."""
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderForCausalLM
-from vllm.model_executor.models.llama import AttentionDecoderLayer
-from vllm.model_executor.models.utils import head_dim
+from vllm.model_executor.models.llama import AttentionDecoderLayer, plain_shape
 
 
 def attention_shape(config: PretrainedConfig) -> SelfAttentionShape:
     """The attention of every layer."""
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        sliding_window=config.sliding_window,
-    )
+    return replace(plain_shape(config), sliding_window=config.sliding_window)
 
 
 class MistralDecoderLayer(AttentionDecoderLayer):

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen2 and Qwen2.5 dense (arXiv 2407.10671): Llama's form with biases of q, k and v."""
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models.decoder import DecoderForCausalLM
-from vllm.model_executor.models.llama import AttentionDecoderLayer
-from vllm.model_executor.models.utils import extract_layer_index, head_dim, sliding_window
+from vllm.model_executor.models.llama import AttentionDecoderLayer, plain_shape
+from vllm.model_executor.models.utils import extract_layer_index, sliding_window
 
 
 def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttentionShape:
@@ -15,14 +17,8 @@ def attention_shape(config: PretrainedConfig, layer_index: int) -> SelfAttention
 
     Raises VLLMValidationError for an unknown layer type.
     """
-    return SelfAttentionShape(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        qkv_bias=True,
-        sliding_window=sliding_window(config, layer_index),
-    )
+    window = sliding_window(config, layer_index)
+    return replace(plain_shape(config), qkv_bias=True, sliding_window=window)
 
 
 class Qwen2DecoderLayer(AttentionDecoderLayer):

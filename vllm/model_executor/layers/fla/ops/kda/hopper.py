@@ -11,12 +11,15 @@ import torch
 from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.registry import Implementation
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.descriptors import describable
-from vllm.model_executor.layers.fla.ops.kda.hopper_decode import hopper_decode, takes_decode
+from vllm.model_executor.layers.fla.ops.kda.hopper_decode import (
+    HEAD_DIM,
+    hopper_decode,
+    takes_decode,
+)
 from vllm.model_executor.layers.fla.ops.kda.hopper_fused import prefill_at_once
 from vllm.model_executor.layers.fla.ops.kda.hopper_stages import prefill_in_stages
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 
-HEAD_DIM = 128
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 #: Layers of so many heads are one launch. Two make the factors of fewer on all multiprocessors,
 #: whatever the number of sequences. Bits differ, so a layer's heads decide, not the batch.

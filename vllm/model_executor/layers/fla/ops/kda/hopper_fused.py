@@ -8,9 +8,9 @@ import torch
 
 from vllm.kernels.chunks import CHUNK
 from vllm.kernels.triton.configs import device_configs
+from vllm.model_executor.layers.fla.ops.kda.hopper_decode import HEAD_DIM
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
 
-HEAD_DIM = 128
 #: tokens, and what helpers hand over of each and a head
 CHUNK_OF_KERNEL, HANDED_BYTES = 32, 34816
 

@@ -8,9 +8,8 @@ import torch
 
 from vllm.model_executor.layers.fla.ops.kda.chunk import run_chunked
 from vllm.model_executor.layers.fla.ops.kda.chunk_factors import ChunkFactors, empty_factors
+from vllm.model_executor.layers.fla.ops.kda.hopper_decode import HEAD_DIM
 from vllm.model_executor.layers.fla.ops.kda.problem import KdaPrefill
-
-HEAD_DIM = 128
 
 
 def hopper_factors(p: KdaPrefill) -> ChunkFactors:
