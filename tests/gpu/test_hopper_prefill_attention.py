@@ -40,6 +40,8 @@ LENGTHS = {
     "long prefix": [(33, 3001), (250, 777)],
     "odd": [(127, 127), (129, 129), (1, 1), (300, 315), (66, 1024), (2, 3)],
     "many": [(20 + 3 * i, 20 + 7 * i) for i in range(40)],
+    # so many tokens of a sequence on average that pairs of thread blocks share keys
+    "shared": [(1500, 1500), (1100, 2005)],
 }
 WIDE_HEADS = [(16, 4, 256), (32, 8, 128), (64, 8, 64)]
 CASES = [pytest.param(lengths, id=name) for name, lengths in LENGTHS.items()]
@@ -115,6 +117,35 @@ def test_sliding_window_and_sinks(
 
 
 @pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("heads", WIDE_HEADS, ids=str)
+@pytest.mark.parametrize("growth", [40.0, 110.0, 300.0])
+@pytest.mark.parametrize("window", [None, 650])
+def test_scores_that_grow(
+    kernels: CudaKernels,
+    heads: tuple[int, int, int],
+    growth: float,
+    window: int | None,
+    cache: torch.dtype,
+) -> None:
+    """Some rows find keys later whose scores are so much larger (in nats) that weights stay as they
+    are, are made smaller, or leave the range of a float."""
+    lengths = [(600, 900), (100, 100)]
+    case = made(lengths, heads, gated=True, window=window)
+    num_heads, num_kv_heads, head_dim = heads
+    towards = torch.nn.functional.normalize(torch.randn(num_kv_heads, head_dim), dim=-1)
+    case["query"][::3] += 8 * towards.repeat_interleave(num_heads // num_kv_heads, 0).cuda()
+    large = (towards * growth * head_dim**0.5 / 8).cuda()
+    for seq, (_, seq_len) in enumerate(lengths):
+        for key in (7, seq_len // 3):
+            block = case["block_table"][seq, key // 16]
+            case["kv_cache"][block, 0, key % 16] += large
+    case["sinks"] = torch.randn(num_heads, device="cuda")
+    if cache == FP8:
+        case |= SCALES | dict(kv_cache=converted(case["kv_cache"], FP8))
+    check(kernels, "paged_attention", case, TOLERANCE[BF16])
+
+
+@pytest.mark.parametrize("cache", CACHES)
 def test_large_blocks_and_apart_rows(kernels: CudaKernels, cache: torch.dtype) -> None:
     case = made([(600, 700), (30, 30)], cache=cache, block_size=48)
     wide = torch.full((*case["out"].shape[:2], 264), float("nan"), dtype=BF16, device="cuda")
@@ -136,9 +167,10 @@ def test_the_gate_has_the_bits_of_a_launch_of_its_own(
 def test_a_row_depends_neither_on_its_neighbours_nor_on_where_a_prompt_is_cut(
     kernels: CudaKernels, heads: tuple[int, int, int], cache: torch.dtype
 ) -> None:
-    case = made([(1000, 1000), (333, 500), (77, 77)], heads, cache)
-    expected = rows_of(kernels, case)[:1000]
-    for begin, end in ((0, 1000), (0, 300), (300, 777), (777, 1000)):
+    """Nor on whether thread blocks share keys, as those of the whole and of its middle do."""
+    case = made([(2100, 2100), (1333, 1500), (77, 77)], heads, cache)
+    expected = rows_of(kernels, case)[:2100]
+    for begin, end in ((0, 2100), (0, 300), (300, 1777), (1777, 2100)):
         alone = case | dict(
             query=case["query"][begin:end],
             out=case["out"][begin:end],
@@ -152,10 +184,11 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_where_a_prompt_is_cut(
 
 
 @pytest.mark.parametrize("heads", WIDE_HEADS, ids=str)
+@pytest.mark.parametrize("lengths", ["ragged", "shared"])
 def test_a_float8_cache_gives_the_bits_of_a_bfloat16_one_with_its_values(
-    kernels: CudaKernels, heads: tuple[int, int, int]
+    kernels: CudaKernels, lengths: str, heads: tuple[int, int, int]
 ) -> None:
-    case = made([(700, 2000), (1, 50), (130, 130)], heads, FP8, window=1500)
+    case = made(LENGTHS[lengths], heads, FP8, window=1200)
     every = torch.arange(256, dtype=torch.uint8, device="cuda").view(FP8)
     codes = every[~every.float().isnan()]
     drawn = torch.randint(len(codes), case["kv_cache"].shape, device="cuda")
@@ -168,7 +201,7 @@ def test_a_float8_cache_gives_the_bits_of_a_bfloat16_one_with_its_values(
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.usefixtures("own_stream")
 def test_replays_give_the_same_bits(kernels: CudaKernels, cache: torch.dtype) -> None:
-    case = made([(1500, 2000), (700, 700), (64, 3000)], cache=cache)
+    case = made([(2500, 3000), (700, 700), (64, 3000)], cache=cache)
     expected = rows_of(kernels, case).clone()
     graph = torch.cuda.CUDAGraph()
     outs = [torch.empty_like(case["out"]) for _ in range(5)]

@@ -5,7 +5,7 @@
 #include "bf16_pairs.cuh"
 #include "latent_attention_memory.cuh"
 #include "latent_attention_pair.cuh"
-#include "prefill_attention_softmax.cuh"
+#include "latent_attention_softmax.cuh"
 #include "tma.cuh"
 
 namespace vllm_cuda::latent_attention {
@@ -19,7 +19,7 @@ struct Scores {
   const bool paired;
   Ring halves, ends;
   float score[kKeys / 2];
-  prefill_attention::Softmax<kKeys> softmax;
+  Softmax<kKeys> softmax;
 
   __device__ Scores(const LatentAttentionArgs& args_, char* shared_, bool paired_)
       : args(args_), shared(shared_), paired(paired_), halves(ring_of_halves<ROWS>(shared_)),

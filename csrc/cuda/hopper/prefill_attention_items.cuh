@@ -13,7 +13,8 @@
 namespace vllm_cuda::prefill_attention {
 
 constexpr int kWarpgroup = 128;
-constexpr int kItems = 2;  // on their way to the consumers
+constexpr int kItems = 2;   // on their way to the consumers
+constexpr int kClaims = 2;  // on their way to a cluster's other CTAs
 
 // CONSUMERS warpgroups of 64 query rows each go through tiles of KEYS keys, of which STAGES are in
 // shared memory. Keys and values are e4m3 in the cache if FP8, else bf16.
@@ -34,18 +35,37 @@ struct Shape {
   static_assert(HEAD_DIM % 64 == 0 && KEYS % BOX_KEYS == 0 && KEYS / BOX_KEYS <= 32);
 };
 
+// CTAs that share what they fetch of keys and values.
+struct Cluster {
+  int size, rank;
+};
+
 struct Maps {
   CUtensorMap query, keys, values;
 };
 
-// Consecutive tokens of a sequence, all query heads of one kv head.
+// A CTA's consecutive tokens of a sequence, all query heads of one kv head. Those of a cluster's
+// next CTA follow.
 struct Item {
   int head;         // kv head; negative: there are no more
   int token;        // the first in the batch
-  int tokens;       // from there to the end of the sequence
+  int tokens;       // from there to the end of the sequence; there may be none
   int position;     // of the first in the sequence
-  int first, last;  // tiles of keys [first, last), seen from the last to the first
+  int first, last;  // tiles of keys [first, last) that the cluster sees, from the last to the first
+  int own_first, own_last;  // those among them that this CTA sees
 };
+
+struct Sequence {
+  int index, len, queries;
+};
+
+// The tiles that `tokens` tokens from `position` on see.
+template <typename S>
+__device__ inline void seen_tiles(const PrefillAttentionArgs& args, int position, int tokens,
+                                  int seq_len, int& first, int& last) {
+  first = args.window > 0 ? max(position - args.window + 1, 0) / S::KEYS : 0;
+  last = (min(position + tokens, seq_len) + S::KEYS - 1) / S::KEYS;
+}
 
 // A tile of keys or values has groups of 8 tokens, each in CHUNKS swizzled squares of 8 rows of 128
 // bytes: as copies of 16 tokens leave it. A group of e4m3 lands in the second half of its place.
@@ -57,7 +77,9 @@ struct alignas(1024) Shared {
   Item items[kItems];
   uint64_t key_barriers[S::BARRIERS], value_barriers[S::BARRIERS];
   uint64_t query_barriers[S::CONSUMERS][2], item_barriers[2 * kItems];
-  uint64_t landed;  // values that the producer completes itself
+  uint64_t landed[S::STAGES];  // values that the producer completes itself
+  uint64_t claim_barriers[2 * kClaims];
+  int claims[kClaims];
 };
 
 // For one arrival.
@@ -102,23 +124,32 @@ __device__ inline int sequence_of(const int* starts, int num_seqs, int row, int 
   return found - 1;
 }
 
-// The item of place `index`, and its sequence; it may have no tokens. A sequence's last rows, which
-// see the most keys and take longest, come first; heads of the same rows go together.
+// A CTA's part of the item of place `index`, and its sequence; the item may have no tokens. A
+// sequence's last rows, which see the most keys and take longest, come first; heads of the same
+// rows go together.
 template <typename S>
-__device__ Item item_at(const PrefillAttentionArgs& args, int rows, int index, int& seq) {
-  const int block = item_tokens<S>(args.group);
+__device__ Item item_at(const PrefillAttentionArgs& args, const Cluster& cluster, int rows,
+                        int index, Sequence& sequence) {
+  const int part = item_tokens<S>(args.group), block = cluster.size * part;
   const int row = rows - 1 - index / args.kv_heads;
-  seq = sequence_of(args.starts, args.num_seqs, row, block);
+  const int seq = sequence_of(args.starts, args.num_seqs, row, block);
   const int start = args.starts[seq], end = args.starts[seq + 1], seq_len = args.seq_lens[seq];
-  const int offset = (row - (start / block + seq)) * block;
+  sequence = {seq, seq_len, end - start};
+  const int offset = (row - (start / block + seq)) * block, own = offset + cluster.rank * part;
+  const int before = seq_len - (end - start);  // tokens
   Item item;
   item.head = index % args.kv_heads;
-  item.token = start + offset;
+  item.token = start + own;
   item.tokens = seq_len > 0 ? end - item.token : 0;
-  item.position = seq_len - (end - start) + offset;
-  const int limit = min(item.position + block, seq_len);
-  item.first = args.window > 0 ? max(item.position - args.window + 1, 0) / S::KEYS : 0;
-  item.last = (limit + S::KEYS - 1) / S::KEYS;
+  item.position = before + own;
+  item.first = item.last = 0;
+  if (seq_len > 0 && start + offset < end) {
+    seen_tiles<S>(args, before + offset, block, seq_len, item.first, item.last);
+  }
+  item.own_first = item.own_last = item.last;
+  if (item.tokens > 0) {
+    seen_tiles<S>(args, item.position, part, seq_len, item.own_first, item.own_last);
+  }
   return item;
 }
 

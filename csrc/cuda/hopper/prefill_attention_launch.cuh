@@ -62,6 +62,12 @@ const char* encode_maps(Maps& maps, const PrefillAttentionArgs& args) {
   return nullptr;
 }
 
+// CTAs that share keys and values: two where sequences have many tokens on average, for one is idle
+// while the other has all tokens that are left, as it has of decodes.
+inline int cluster_size(const PrefillAttentionArgs& args) {
+  return args.tokens / args.num_seqs >= 1024 ? 2 : 1;
+}
+
 template <typename S>
 const char* launch_shape(const PrefillAttentionArgs& args, const PrefillAttentionLaunch& launch) {
   static_assert(sizeof(Shared<S>) <= kMaxSharedBytes);
@@ -73,10 +79,12 @@ const char* launch_shape(const PrefillAttentionArgs& args, const PrefillAttentio
   constexpr auto kernel = prefill_attention_kernel<S>;
   error = allow_shared_memory<kernel>(launch.device);
   if (error != cudaSuccess) return describe(error);
-  const int rows = item_rows(args.tokens, args.num_seqs, item_tokens<S>(args.group));
-  const unsigned grid = std::min(ctas, rows * args.kv_heads);
-  return launch_kernel<kernel>({grid, S::THREADS, sizeof(Shared<S>), launch.stream}, args, maps,
-                               rows);
+  const int cluster = cluster_size(args);
+  const int rows = item_rows(args.tokens, args.num_seqs, cluster * item_tokens<S>(args.group));
+  const unsigned clusters = std::min(ctas / cluster, rows * args.kv_heads);
+  const LaunchGrid grid{cluster * clusters, S::THREADS, sizeof(Shared<S>), launch.stream, false,
+                        cluster > 1 ? static_cast<unsigned>(cluster) : 0};
+  return launch_kernel<kernel>(grid, args, maps, rows, cluster);
 }
 
 }  // namespace vllm_cuda::prefill_attention

@@ -9,6 +9,8 @@
 
 namespace vllm_cuda::prefill_attention {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 __device__ inline float exp2_fast(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -29,19 +31,23 @@ __device__ inline uint32_t gated(uint32_t x, uint32_t gate) {
       times_sigmoid(__uint_as_float(x & 0xffff0000u), __uint_as_float(gate & 0xffff0000u)));
 }
 
-// A row's weights may be so many powers of two above 1: its sums are rarely scaled, and whether they
-// are follows from the row alone.
-constexpr float kSlack = 8.0f;
+constexpr float kHeadroom = 64.0f;       // binades of a row's first weights below one
+constexpr float kMostWeight = 65536.0f;  // of a thread's share of a row's total
 
+// Weights are powers of two of scores less the row's peak, which is so far above the largest score
+// of the first tile that the row sees. Other tiles have no maximum taken, which would cost as much
+// as the powers do: totals tell where weights grow large, and are infinite where a float cannot
+// hold them. Both are rare and follow from the row alone.
+//
 // Of a thread's two rows: scores [4 * g + 2 * row + e] are of key 8 * g + 2 * (lane % 4) + e.
 template <int KEYS>
 struct Softmax {
   static constexpr int N = KEYS / 2;
-  float peak[2], total[2];  // about the largest score; a thread's own share of the sum of weights
-  float fade[2];            // what the last step multiplies earlier sums by
+  float peak[2];   // infinite: the row has seen nothing
+  float total[2];  // a thread's own share of the sum of weights
 
-  __device__ void start(float first, float second) {
-    peak[0] = first, peak[1] = second;
+  __device__ void start() {
+    peak[0] = peak[1] = INFINITY;
     total[0] = total[1] = 0.0f;
   }
 
@@ -54,8 +60,8 @@ struct Softmax {
     }
   }
 
-  // Makes weights of scores.
-  __device__ void step(float (&scores)[N], float scale) {
+  // Rows that see their first keys get a peak.
+  __device__ void settle(const float (&scores)[N], float scale) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float most[2] = {scores[2 * row], scores[2 * row + 1]};
@@ -64,26 +70,57 @@ struct Softmax {
         most[0] = fmaxf(most[0], scores[i + 2 * row]);
         most[1] = fmaxf(most[1], scores[i + 2 * row + 1]);
       }
-      float peak_here = fmaxf(most[0], most[1]);
-      peak_here = fmaxf(peak_here, __shfl_xor_sync(~0u, peak_here, 1));
-      peak_here = fmaxf(peak_here, __shfl_xor_sync(~0u, peak_here, 2));
-      peak_here *= scale;
-      const bool grown = peak_here > peak[row] + kSlack;
-      fade[row] = grown ? exp2_fast(peak[row] - peak_here) : 1.0f;
-      if (grown) peak[row] = peak_here;
-      const float shift = peak[row] == -INFINITY ? 0.0f : peak[row];
+      const float most_here = most_of_row(fmaxf(most[0], most[1]));
+      if (peak[row] == INFINITY && most_here > -INFINITY) {
+        peak[row] = fmaf(most_here, scale, kHeadroom);
+      }
+    }
+  }
+
+  // Makes weights of scores. Returns whether some of this warp's are large: they are lowered next.
+  __device__ bool step(float (&scores)[N], float scale) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
       float sum[2] = {0.0f, 0.0f};
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& score = scores[i + 2 * row + e];
-          score = exp2_fast(fmaf(score, scale, -shift));
+          score = exp2_fast(fmaf(score, scale, -peak[row]));
           sum[e] += score;
         }
       }
-      total[row] = fmaf(total[row], fade[row], sum[0] + sum[1]);
+      total[row] += sum[0] + sum[1];
     }
+    return __any_sync(~0u, fmaxf(total[0], total[1]) > kMostWeight);
+  }
+
+  // Raises the peaks of rows with large weights, which makes these and earlier ones' sums smaller.
+  template <int SUMS>
+  __device__ void lower(float (&scores)[N], float (&sums)[SUMS]) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float most = most_of_row(total[row]);
+      const bool large = most > kMostWeight && most < INFINITY;
+      const int binades = large ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
+      const float fade = __int_as_float((127 - binades) << 23);
+      peak[row] += binades;
+      total[row] *= fade;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (i / 2 % 2 == row) scores[i] *= fade;
+      }
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) {
+        if (i / 2 % 2 == row) sums[i] *= fade;
+      }
+    }
+  }
+
+  __device__ static float most_of_row(float most) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
   }
 
   // The sum of a row's weights.
