@@ -21,8 +21,9 @@ struct Scan {
   const KdaPrefillArgs& args;
   const Place& place;
   Shared<GROUPS>& shared;
-  const int group = GROUPS > 1 ? threadIdx.x / WARPGROUP : 0;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // The compiler sees that all lanes have the same number.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = GROUPS > 1 ? warp / 4 : 0;
+  const int lane = threadIdx.x % 32;
   // Results of products; their rows are dv.
   float S[64];                          // [dv, dk], the state
   float fresh[CHUNK / 2];               // W
@@ -53,10 +54,20 @@ struct Scan {
       }
     }
   };
-  __device__ void lack(const Values& v, const Scales& from) {
+  // What the lane's tokens have, two neighbouring ones at a time.
+  struct OfTokens {
+    float2 of[4];
+    __device__ OfTokens(const float (&all)[CHUNK], int lane) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        of[i] = *reinterpret_cast<const float2*>(all + 8 * i + 2 * (lane % 4));
+      }
+    }
+  };
+  __device__ void lack(const Values& v, const OfTokens& lengths) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 n = *reinterpret_cast<const float2*>(from.k_norm + 8 * i + 2 * (lane % 4));
+      const float2 n = lengths.of[i];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float* const at = seen + 4 * i + 2 * half;
@@ -116,9 +127,18 @@ struct Scan {
     float2 by[8];
     Decays() = default;
     __device__ Decays(const float (&decays)[DIM], int half, int lane) {
-      const float* const own = decays + HALF * half + 2 * (lane % 4);
+      const int column = lane % 4;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) by[i] = *reinterpret_cast<const float2*>(own + 8 * i);
+      for (int i = 0; i < 4; ++i) {
+        const float4 x = *reinterpret_cast<const float4*>(decays + HALF * half +
+                                                          decay_unit(column, i));
+        by[2 * i] = {x.x, x.y};
+        by[2 * i + 1] = {x.z, x.w};
+      }
+    }
+    __device__ void multiply(const Decays& more) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) by[i].x *= more.by[i].x, by[i].y *= more.by[i].y;
     }
   };
   template <int PART_OF_S>
@@ -130,24 +150,11 @@ struct Scan {
       at[0] *= by.x, at[1] *= by.y, at[2] *= by.x, at[3] *= by.y;
     }
   }
-  // Between a chunk's products and those of the next one, at once. Either factor is one, a power of
-  // two, or multiplies where no state is ever stored (`Reference`), so bits do not depend on that.
-  __device__ Decays pass(const Scales& own, const Scales& next, int half) const {
-    Decays decays(own.after, half, lane);
-    const Decays before(next.before, half, lane);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      decays.by[i].x *= before.by[i].x;
-      decays.by[i].y *= before.by[i].y;
-    }
-    return decays;
-  }
-
   // By the queries' lengths.
-  __device__ void scale_output(const float2 (&scales)[4]) {
+  __device__ void scale_output(const OfTokens& scales) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 by = scales[i];
+      const float2 by = scales.of[i];
       o[4 * i] *= by.x, o[4 * i + 1] *= by.y, o[4 * i + 2] *= by.x, o[4 * i + 3] *= by.y;
     }
   }
@@ -207,7 +214,7 @@ struct Scan {
       if (last) v.clear_from(place.length - chunk * CHUNK);
       products_wait<0>(seen);
       if (group == 0 || !last) pass_turn();
-      lack(v, shared.scales[turn.stage]);
+      lack(v, OfTokens(shared.scales[turn.stage].k_norm, lane));
     }
     uint32_t operand[2][4];
     chunk_scan::pack(operand, seen);
@@ -223,27 +230,31 @@ struct Scan {
     turn.advance(1);
     const Scales& next = shared.scales[turn.stage];
     if (!last) wait_parity(&shared.made[turn.stage], turn.phase);
-    // After the last chunk `next` is one that was used before it: nothing decays to its start.
-    const auto passes = [&](int half) {
-      return (scales.when[half] & AFTER) | (last ? 0 : next.when[half] & BEFORE);
-    };
-    const bool first_passes = passes(0), second_passes = passes(1);
+    // Between the products of two chunks, at once. Either factor is one, a power of two, or
+    // multiplies where no state is ever stored (`Reference`), so bits do not depend on that. After
+    // the last chunk `next` is one that was used before it.
+    const bool passes = ((scales.when[0] | scales.when[1]) & AFTER) ||
+                        (!last && ((next.when[0] | next.when[1]) & BEFORE));
     Decays first, second;
-    if (first_passes) first = last ? Decays(scales.after, 0, lane) : pass(scales, next, 0);
-    if (second_passes) second = last ? Decays(scales.after, 1, lane) : pass(scales, next, 1);
-    float2 of_queries[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      of_queries[i] = *reinterpret_cast<const float2*>(scales.q_scale + 2 * (lane % 4) + 8 * i);
+    if (passes) {
+      first = Decays(scales.after, 0, lane);
+      second = Decays(scales.after, 1, lane);
+      if (!last) {
+        first.multiply(Decays(next.before, 0, lane));
+        second.multiply(Decays(next.before, 1, lane));
+      }
     }
-    products_wait<1>(S);
-    if (first_passes) decay<0>(first);
-    if (second_passes) decay<1>(second);
+    const OfTokens of_queries(scales.q_scale, lane);
+    products_wait<0>(S);
     products_wait<0>(o);
-    scale_output(of_queries);
-    stage_output();
     __syncwarp();
     if (lane == 0) arrive(used);
+    if (passes) {
+      decay<0>(first);
+      decay<1>(second);
+    }
+    scale_output(of_queries);
+    stage_output();
   }
 
   __device__ void run() {
@@ -277,7 +288,7 @@ __global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
   if (threadIdx.x < GROUPS * WARPGROUP) {
     // What does not fit goes to memory: the L1 cache is next to nothing beside this much shared
     // memory.
-    if (!HANDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 184 : 216));
+    if (!HANDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 176 : 216));
     Scan<GROUPS> scan{maps, args, place, shared};
     State* const own = static_cast<State*>(args.states) + place.state +
                        (16 * scan.warp + scan.lane / 4) * DIM + 2 * (scan.lane % 4);
@@ -289,7 +300,7 @@ __global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
   } else if (HANDED) {
     if (threadIdx.x % 32 == 0) receive(maps, args, place, shared);
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 72 : 144));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 80 : 144));
     // The compiler sees that all lanes have the same number.
     make(maps, args, place, __shfl_sync(~0u, threadIdx.x / 32, 0) - 4 * GROUPS, shared);
   }

@@ -43,6 +43,13 @@ struct Reference {
   }
 };
 
+// Of copies.
+struct Arrival {
+  uint64_t* barrier;
+  uint32_t phase;
+  __device__ void wait() const { wait_parity(barrier, phase); }
+};
+
 // What a team works with.
 struct Bench {
   const HeadGates& gates;
@@ -51,10 +58,11 @@ struct Bench {
   Scales& scales;
 };
 
-// The operands of a part in half the channels of an odd or even chunk. Returns whether their decays
-// are strong, which takes `found`; it is `cleared` once a half's are.
-__device__ inline bool make_half(const Role& role, int index, bool odd, bool cleared,
-                                 const Bench& bench) {
+// The operands of a part in half the channels of an odd or even chunk; the first half also waits
+// for queries and keys. Returns whether decays are strong, which takes `found`; it is `cleared` once
+// a half's are.
+__device__ inline bool make_half(const Role& role, int index, bool odd, bool cleared, float scale,
+                                 const Arrival& others, const Bench& bench) {
   const int lane = own_lane();
   Scales& scales = bench.scales;
   float2(&totals)[2][32] = bench.team.totals[index];
@@ -64,6 +72,10 @@ __device__ inline bool make_half(const Role& role, int index, bool odd, bool cle
   Two sums[PART];
   sum_decays(gates, words, sums);
   totals[role.part][lane] = {sums[PART - 1].x, sums[PART - 1].y};
+  if (index == 0) {
+    others.wait();
+    publish_queries(PART * role.part, scale, bench.factors, scales);
+  }
   role.sync_team();
   const float2 first = totals[0][lane], second = totals[1][lane];
   const Two middle{first.x, first.y}, all = middle + Two{second.x, second.y};
@@ -74,7 +86,7 @@ __device__ inline bool make_half(const Role& role, int index, bool odd, bool cle
   if (role.part == 0) {
     const auto publish = [&](float (&decays)[DIM], const Two& x) {
       const Two by = exp2_of(x);
-      reinterpret_cast<float2*>(decays)[32 * index + lane] = {by.x, by.y};
+      *reinterpret_cast<float2*>(decays + HALF * index + decay_place(lane)) = {by.x, by.y};
     };
     publish(scales.before, from.at);
     if (strong) publish(scales.between, all);
@@ -97,13 +109,12 @@ __device__ inline bool make_half(const Role& role, int index, bool odd, bool cle
 }
 
 __device__ inline void make_chunk(const Role& role, float scale, float beta, bool odd,
-                                  const Bench& bench) {
+                                  const Arrival& others, const Bench& bench) {
   Factors& factors = bench.factors;
   Scales& scales = bench.scales;
-  publish_queries(PART * role.part, scale, factors, scales);
   bool strong = false;
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) strong |= make_half(role, i, odd, strong, bench);
+  for (int i = 0; i < 2; ++i) strong |= make_half(role, i, odd, strong, scale, others, bench);
   shared_fence();
   role.sync_team();
   Products products;

@@ -23,8 +23,8 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
   // One thread does.
   const auto fetch = [&](int chunk, int to) {
     const int token = place.first + chunk * CHUNK;
-    arrive_expecting(&shared.fetched[to], INPUT_BYTES + GROUPS * HALF_BYTES);
-    fetch_inputs(maps, place.head, token, shared.stages[to].factors, &shared.fetched[to]);
+    fetch_inputs(maps, place.head, token, shared.stages[to].factors, &shared.decays_fetched[to],
+                 &shared.fetched[to], GROUPS * HALF_BYTES);
     load_tile(shared.stages[to].v, &maps.v, 0, token, place.part, &shared.fetched[to]);
   };
   Turn turn(role.team);
@@ -34,13 +34,15 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
     Factors& factors = shared.stages[turn.stage].factors;
     const float beta = strength_of(b);
     b = load_beta(args, place.head, place.first + (chunk + TEAMS) * CHUNK, end);
-    wait_parity(&shared.fetched[turn.stage], turn.phase);
+    wait_parity(&shared.decays_fetched[turn.stage], turn.phase);
+    const Arrival others{&shared.fetched[turn.stage], turn.phase};
     const int length = place.length - chunk * CHUNK;
     if (length < CHUNK) {
+      others.wait();
       clear_rows(factors, length);
       role.sync_team();
     }
-    make_chunk(role, args.scale, beta, chunk % 2,
+    make_chunk(role, args.scale, beta, chunk % 2, others,
                {shared.gates, shared.teams[role.team], factors, shared.scales[turn.stage]});
     __syncwarp();
     if (first) arrive(&shared.made[turn.stage]);
@@ -99,7 +101,7 @@ struct HelperShared {
   Scales scales[HELPER_TEAMS];
   Team teams[HELPER_TEAMS];
   HeadGates gates[HELPER_TEAMS];
-  uint64_t fetched[HELPER_TEAMS];
+  uint64_t decays_fetched[HELPER_TEAMS], fetched[HELPER_TEAMS];
 };
 
 // A chunk that a helper makes.
@@ -129,7 +131,10 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
   auto& shared = *reinterpret_cast<HelperShared*>(memory);
   // CTAs that scan begin beside this one.
   launch_dependents();
-  if (threadIdx.x < HELPER_TEAMS) init_barrier(&shared.fetched[threadIdx.x], 1);
+  if (threadIdx.x < HELPER_TEAMS) {
+    init_barrier(&shared.decays_fetched[threadIdx.x], 1);
+    init_barrier(&shared.fetched[threadIdx.x], 1);
+  }
   barriers_fence();
   __syncthreads();
   const Role role(__shfl_sync(~0u, threadIdx.x / 32, 0));
@@ -138,11 +143,11 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
   Factors& factors = shared.factors[role.team];
   Scales& scales = shared.scales[role.team];
   HeadGates& gates = shared.gates[role.team];
-  uint64_t* const fetched = &shared.fetched[role.team];
+  uint64_t* const decays = &shared.decays_fetched[role.team];
+  uint64_t* const others = &shared.fetched[role.team];
   // One thread does.
   const auto fetch = [&](const Item& item) {
-    arrive_expecting(fetched, INPUT_BYTES);
-    fetch_inputs(maps, item.head, item.token, factors, fetched);
+    fetch_inputs(maps, item.head, item.token, factors, decays, others, 0);
   };
   int at = blockIdx.x * HELPER_TEAMS + role.team;
   Item item;
@@ -164,10 +169,14 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
       b = load_beta(args, item.head, item.token, item.end);
       inputs = GateInputs(args, item.head, thread);
     }
-    wait_parity(fetched, phase);
-    if (length < CHUNK) clear_rows(factors, length);
+    wait_parity(decays, phase);
+    if (length < CHUNK) {
+      wait_parity(others, phase);
+      clear_rows(factors, length);
+    }
     role.sync_team();
-    make_chunk(role, args.scale, beta, odd, {gates, shared.teams[role.team], factors, scales});
+    make_chunk(role, args.scale, beta, odd, {others, phase},
+               {gates, shared.teams[role.team], factors, scales});
     role.sync_team();
     if (first) {
       bulk_store(slot.factors, &factors, sizeof(Factors));

@@ -67,13 +67,21 @@ enum When { BEFORE = 1, BETWEEN = 2, AFTER = 4 };
 struct alignas(16) Scales {
   // What the state's columns decay by before the chunk's products, between them and after them: to
   // where they are seen from, if that is not their start; at once, if decays are STRONG; to the
-  // chunk's end.
+  // chunk's end. Those of a half lie as lanes of the scan read them (`decay_unit`).
   float before[DIM], between[DIM], after[DIM];
   float q_scale[CHUNK];   // of the output's rows
   float k_norm[CHUNK];    // lengths of the keys
   float strength[CHUNK];  // beta over the square of that
   int when[2];            // when the columns of either half decay: BEFORE, BETWEEN, AFTER
 };
+
+// Where 16 bytes of a half's decays lie that a lane of the scan reads: channels 16 i + 2 column and
+// the next, and those 8 further on. Four neighbouring lanes read different banks.
+__device__ inline int decay_unit(int column, int i) { return 4 * (4 * column + (i ^ column / 2)); }
+// Those of the channels 2 pair and the next.
+__device__ inline int decay_place(int pair) {
+  return decay_unit(pair % 4, pair / 8) + pair / 4 % 2 * 2;
+}
 
 // What a team's warps tell each other.
 struct Team {
@@ -99,11 +107,12 @@ struct Shared {
   // Of those that make the factors.
   Team teams[TEAMS];
   HeadGates gates;
-  uint64_t fetched[STAGES], made[STAGES], used[STAGES];
+  uint64_t decays_fetched[STAGES], fetched[STAGES], made[STAGES], used[STAGES];
 
   // One thread does.
   __device__ void init(int makers) {
     for (int i = 0; i < STAGES; ++i) {
+      init_barrier(&decays_fetched[i], 1);
       init_barrier(&fetched[i], 1);
       init_barrier(&made[i], makers);
       init_barrier(&used[i], 4 * GROUPS);
@@ -153,14 +162,19 @@ __device__ inline bool find_place(const KdaPrefillArgs& args, Place& place) {
   return true;
 }
 
-// One thread starts the copies of what a chunk's factors are made of.
-constexpr uint32_t INPUT_BYTES = 6 * HALF_BYTES;
+// One thread starts the copies of what a chunk's factors are made of: inputs of the decays first,
+// which are needed first. `more` bytes come with the others.
 __device__ inline void fetch_inputs(const Maps& maps, int head, int token, Factors& to,
-                                    uint64_t* fetched) {
+                                    uint64_t* decays, uint64_t* others, uint32_t more) {
+  arrive_expecting(decays, 2 * HALF_BYTES);
+  arrive_expecting(others, 4 * HALF_BYTES + more);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    load_tile(to.halves[i].grown, &maps.a, 0, token, 2 * head + i, fetched);
-    load_tile(to.halves[i].queries, &maps.queries_keys, 0, token, 0, 2 * head + i, fetched);
+    load_tile(to.halves[i].grown, &maps.a, 0, token, 2 * head + i, decays);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    load_tile(to.halves[i].queries, &maps.queries_keys, 0, token, 0, 2 * head + i, others);
   }
 }
 
