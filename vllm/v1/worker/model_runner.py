@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -26,7 +26,6 @@ from vllm.model_executor.models.interfaces import (
     VllmModel,
 )
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.outputs import (
@@ -46,25 +45,15 @@ from vllm.v1.worker.async_output import ProposedDrafts, StepOutput
 from vllm.v1.worker.graph_plan import plan_graphs
 from vllm.v1.worker.input_batch import StepOrder
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-from vllm.v1.worker.model_on_device import ModelOnDevice
 from vllm.v1.worker.padded_steps import PaddedSteps
-from vllm.v1.worker.prompt_logprobs import PromptScorer
+from vllm.v1.worker.requests_on_device import RequestsOnDevice
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.step_graphs import Replay
 from vllm.v1.worker.step_inputs import StepInputs
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What outlives a preemption: the parameters, the prompt's length and the placement."""
-
-    sampling_params: SamplingParams
-    num_tokens: int
-    placement: int
-
-
-class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
-    """Owns the requests of one device, and runs its model for them."""
+class ModelRunner(RequestsOnDevice, KVConnectorModelRunnerMixin):
+    """Runs one device's model for its requests."""
 
     def __init__(
         self,
@@ -73,11 +62,9 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
         receive_masks: ReceiveMasks = no_masks,
     ) -> None:
         super().__init__(vllm_config, device)
-        self.scorer = PromptScorer(self.vocab_size)
         self.receive_masks = receive_masks
         #: whether kernels run; see `execute_dummy`
         self._launches = True
-        self._prompts: dict[str, Prompt] = {}
 
     # ---- graphs --------------------------------------------------------------------------------
 
@@ -116,7 +103,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Launch one step."""
         self.use_placement(scheduler_output.placement)
-        self._update_states(scheduler_output)
+        self.update_requests(scheduler_output)
         self.before_blocks_change(scheduler_output)
         if self.sanitizer is None:
             self.arena.copy_blocks(scheduler_output.copies_before)
@@ -138,7 +125,7 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
         Waits for the device: nobody waits for the step's output, which is what bounds how many real
         steps are in flight, and staged arrays are filled again after `depth` of them.
         """
-        self._update_states(scheduler_output)
+        self.update_requests(scheduler_output)
         self._launches = launches
         try:
             with nullcontext() if self.stage is None else self.stage.alone():
@@ -148,10 +135,6 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
         if self.sanitizer is not None:
             self.sanitizer.memory.clear_null_page()
         current_platform.synchronize()
-
-    def forget(self, scheduler_output: SchedulerOutput) -> None:
-        """Drop finished requests without running anything."""
-        self._update_states(scheduler_output)
 
     def _step(
         self, scheduler_output: SchedulerOutput, use_connector: bool, sanitizer: Sanitizer | None
@@ -340,71 +323,3 @@ class ModelRunner(ModelOnDevice, KVConnectorModelRunnerMixin):
                 sampled.verified = verified
         if self.drafter is not None:
             self.drafter.propose(DraftStep(order, inputs, tokens, counts, num_drafts))
-
-    # ---- the persistent batch ------------------------------------------------------------------
-
-    def _update_states(self, output: SchedulerOutput) -> None:
-        kept = output.kept_states
-        for req_id in output.finished_req_ids:
-            self._remove(req_id, kept.get(req_id))
-            self.scorer.forget(req_id)
-            self._prompts.pop(req_id, None)
-        for req_id in output.preempted_req_ids:
-            self._remove(req_id, kept.get(req_id))
-        for new in output.scheduled_new_reqs:
-            assert new.sampling_params is not None
-            prompt = Prompt(new.sampling_params, len(new.prompt_token_ids), self.placement)
-            self._prompts[new.req_id] = prompt
-            self._add(
-                new.req_id, new.prompt_token_ids, prompt, new.num_computed_tokens, new.block_ids
-            )
-        cached = output.scheduled_cached_reqs
-        if self.width > 1:
-            self.batch.set_computed(
-                cached.req_ids, cached.num_computed_tokens, output.decode_set_id
-            )
-        for i, block_ids in enumerate(cached.new_block_ids):
-            if block_ids is None:
-                continue
-            req_id = cached.req_ids[i]
-            if req_id in cached.resumed_req_ids:
-                self._add(
-                    req_id,
-                    cached.all_token_ids[req_id],
-                    self._prompts[req_id],
-                    cached.num_computed_tokens[i],
-                    block_ids,
-                )
-            else:
-                self.block_tables.append_row(self.batch.requests[req_id].row, block_ids)
-        for index, placed in self.placed.items():
-            if placed.journals is not None:
-                # A row that was left may be another placement's now.
-                copies = output.copies_before if index == self.placement else ()
-                placed.journals.before_copies(copies)
-
-    def _add(
-        self,
-        req_id: str,
-        token_ids: list[int],
-        prompt: Prompt,
-        num_computed_tokens: int,
-        block_ids: tuple[list[int], ...],
-    ) -> None:
-        params = prompt.sampling_params
-        state = self.batch.add(req_id, token_ids, prompt.num_tokens, params, num_computed_tokens)
-        self.block_tables.set_row(state.row, block_ids)
-        self.sampler.add(state)
-        if self.drafter is not None:
-            self.inputs.set_stops(state)
-            self.drafter.add(state)
-
-    def _remove(self, req_id: str, num_kept_tokens: int | None) -> None:
-        state = self.batch.remove(req_id)
-        if state is not None:
-            journals = self.placed[self._prompts[req_id].placement].journals
-            if journals is not None:
-                journals.leave(state.row, num_kept_tokens)
-        if state is not None and self.drafter is not None:
-            self.drafter.remove(state)
-        self.sampler.remove(req_id)
