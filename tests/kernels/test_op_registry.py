@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -127,3 +128,12 @@ def test_compositions_use_the_ops_of_a_subclass() -> None:
     assert torch.equal(doubled.linear(x, weight, None), 2 * plain.linear(x, weight, None))
     expected = plain.silu_and_mul(2 * plain.linear(x, weight, None))
     assert torch.equal(doubled.linear_silu_and_mul(x, weight, None), expected)
+
+
+@pytest.mark.parametrize(("module", "why"), [("fast", "does not exist"), ("naive", "has no half")])
+def test_a_module_that_implements_nothing_is_named(module: str, why: str) -> None:
+    op = Op(half, cuda=(module,))
+    op.name, op.package = "half", "vllm.kernels.norm"
+    named = f"op 'half' names vllm.kernels.norm.{module} for cuda, which {why}: write it, or"
+    with pytest.raises(ImportError, match=re.escape(named)):
+        op.implementations("cuda")

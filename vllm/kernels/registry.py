@@ -9,6 +9,7 @@ function that takes all arguments, or an `Implementation` that takes some.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,11 +109,23 @@ class Op(Generic[P, R]):
         """Those of a platform, in order of preference. Imports their modules."""
         found = []
         for name in self._modules[platform]:
-            found_there = getattr(importlib.import_module(f"{self.package}.{name}"), self.name)
+            found_there = self._found_in(f"{self.package}.{name}", platform)
             if not isinstance(found_there, Implementation):
                 found_there = Implementation(found_there)
             found.append(found_there)
         return found
+
+    def _found_in(self, module: str, platform: str) -> Any:
+        missing = "does not exist"
+        if importlib.util.find_spec(module) is not None:
+            implementations = vars(importlib.import_module(module))
+            if self.name in implementations:
+                return implementations[self.name]
+            missing = f"has no {self.name}"
+        raise ImportError(
+            f"op {self.name!r} names {module} for {platform}, which {missing}: write it, or name "
+            f"others, such as {platform}=('naive',) for the reference"
+        )
 
     def resolve(self, kernels: Registry) -> Callable[P, R]:
         """What computes the op: the first implementation that takes the arguments."""
