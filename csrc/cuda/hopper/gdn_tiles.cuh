@@ -12,6 +12,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace vllm_cuda {
 
 struct Tile {
@@ -116,11 +118,5 @@ __device__ inline void copy_async(uint32_t to, const void* from, int bytes) {
                : "memory");
 }
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ inline float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 }  // namespace vllm_cuda

@@ -6,16 +6,11 @@
 #include <cstdint>
 
 #include "hopper/bf16_pairs.cuh"
+#include "hopper/score_rows.cuh"
 
 namespace vllm_cuda::prefill_attention {
 
 constexpr float kLog2E = 1.4426950408889634f;
-
-__device__ inline float exp2_fast(float x) {
-  float power;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
-  return power;
-}
 
 // `x * sigmoid(gate)` with the same approximations as the Triton kernel of `mul_sigmoid`.
 __device__ inline float times_sigmoid(float x, float gate) {
@@ -38,11 +33,10 @@ constexpr float kMostWeight = 65536.0f;  // of a thread's share of a row's total
 // of the first tile that the row sees. Other tiles have no maximum taken, which would cost as much
 // as the powers do: totals tell where weights grow large, and are infinite where a float cannot
 // hold them. Both are rare and follow from the row alone.
-//
-// Of a thread's two rows: scores [4 * g + 2 * row + e] are of key 8 * g + 2 * (lane % 4) + e.
 template <int KEYS>
-struct Softmax {
-  static constexpr int N = KEYS / 2;
+struct Softmax : ScoreRows<KEYS> {
+  using Rows = ScoreRows<KEYS>;
+  static constexpr int N = Rows::N;
   float peak[2];   // infinite: the row has seen nothing
   float total[2];  // a thread's own share of the sum of weights
 
@@ -51,48 +45,19 @@ struct Softmax {
     total[0] = total[1] = 0.0f;
   }
 
-  // Keys that are hidden(row, key) have no weight; keys count from this thread's first.
-  template <typename Hidden>
-  __device__ static void hide(float (&scores)[N], Hidden hidden) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (hidden(i / 2 % 2, i / 4 * 8 + i % 2)) scores[i] = -INFINITY;
-    }
-  }
-
   // Rows that see their first keys get a peak.
   __device__ void settle(const float (&scores)[N], float scale) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float most[2] = {scores[2 * row], scores[2 * row + 1]};
-#pragma unroll
-      for (int i = 4; i < N; i += 4) {
-        most[0] = fmaxf(most[0], scores[i + 2 * row]);
-        most[1] = fmaxf(most[1], scores[i + 2 * row + 1]);
-      }
-      const float most_here = most_of_row(fmaxf(most[0], most[1]));
-      if (peak[row] == INFINITY && most_here > -INFINITY) {
-        peak[row] = fmaf(most_here, scale, kHeadroom);
-      }
+      const float most = Rows::most_of(scores, row);
+      if (peak[row] == INFINITY && most > -INFINITY) peak[row] = fmaf(most, scale, kHeadroom);
     }
   }
 
   // Makes weights of scores. Returns whether some of this warp's are large: they are lowered next.
   __device__ bool step(float (&scores)[N], float scale) {
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      float sum[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int i = 0; i < N; i += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = scores[i + 2 * row + e];
-          score = exp2_fast(fmaf(score, scale, -peak[row]));
-          sum[e] += score;
-        }
-      }
-      total[row] += sum[0] + sum[1];
-    }
+    for (int row = 0; row < 2; ++row) total[row] += Rows::weigh(scores, row, scale, peak[row]);
     return __any_sync(~0u, fmaxf(total[0], total[1]) > kMostWeight);
   }
 
@@ -101,7 +66,7 @@ struct Softmax {
   __device__ void lower(float (&scores)[N], float (&sums)[SUMS]) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float most = most_of_row(total[row]);
+      const float most = Rows::most_of_row(total[row]);
       const bool large = most > kMostWeight && most < INFINITY;
       const int binades = large ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
       const float fade = __int_as_float((127 - binades) << 23);
@@ -118,18 +83,8 @@ struct Softmax {
     }
   }
 
-  __device__ static float most_of_row(float most) {
-    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-    return fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-  }
-
   // The sum of a row's weights.
-  __device__ float sum_of(int row) const {
-    float sum = total[row];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    return sum;
-  }
+  __device__ float sum_of(int row) const { return Rows::sum_of_row(total[row]); }
 };
 
 }  // namespace vllm_cuda::prefill_attention
