@@ -180,6 +180,7 @@ def test_what_is_refused_changes_nothing(
     before = generate(llm, prompts((30,)), 6)[0].outputs[0].token_ids
     refused = [
         (["gdn"] * 3, "it names 3 layers"),
+        (None, "expected a list of names, or a string, got None"),
         (["gdn", "gdn", "gdn", "mamba"], "layer 3 has no mixer 'mamba'; it has attention"),
         ("all-attention", "placement: One request of max_model_len 2048 needs"),
     ]

@@ -28,16 +28,22 @@ def expand(placement: Placement, num_layers: int) -> list[str]:
 
     `VLLMValidationError` for a list of another length than `num_layers`, or of other things.
     """
+    check_form(placement)
     names = _expanded(placement, num_layers) if isinstance(placement, str) else placement
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        shown = _SHOWN.repr(placement)
-        raise placement_error(f"expected a list of names, or a string, got {shown}")
     if len(names) != num_layers:
         raise placement_error(
             f"it names {len(names)} layers, but the model has {num_layers}; give a name for each, "
             "or all-X, everyNth-X, bookend-attn-X"
         )
     return list(names)
+
+
+def check_form(placement: object) -> None:
+    """`VLLMValidationError` unless it is a list of names, or text."""
+    names = [placement] if isinstance(placement, str) else placement
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        shown = _SHOWN.repr(placement)
+        raise placement_error(f"expected a list of names, or a string, got {shown}")
 
 
 def as_text(placement: Placement) -> str:
