@@ -22,7 +22,6 @@ from vllm.model_executor.models.apriel2_mixers import (
     has_biases,
     mixer_class,
     only_silu,
-    required,
     unsupported,
 )
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
@@ -34,8 +33,10 @@ from vllm.transformers_utils.configs.apriel2 import (
     ATTENTION_TYPES,
     Apriel2TextConfig,
     Description,
+    count,
     mixer_type,
     norm_epsilon,
+    optional_part,
 )
 
 #: where tensors go whose mixer is not part of the model
@@ -52,11 +53,11 @@ class Apriel2DecoderLayer(DecoderLayer):
         config: Apriel2TextConfig = vllm_config.model_config.hf_text_config
         index = extract_layer_index(prefix)
         block = config.block(index)
-        eps = norm_epsilon(block)
+        eps = norm_epsilon(block, prefix)
         self.input_layernorm = RMSNorm(config.hidden_size, eps)
         self.mixer = _new_mixer(config, index, vllm_config, f"{prefix}.mixer")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
-        self.mlp = _new_mlp(block.get("mlp") or {}, vllm_config, f"{prefix}.mlp")
+        self.mlp = _new_mlp(optional_part(block, "mlp", prefix), vllm_config, f"{prefix}.mlp")
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
@@ -90,13 +91,15 @@ def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP
     if not mlp.get("gated", True):
         raise unsupported(prefix, "an MLP without gate", "gated: true")
     only_silu(mlp, prefix, "activation")
-    parts = (mlp.get("layer_1"), mlp.get("layer_2"))
-    enabled = any(((part or {}).get("bias") or {}).get("enabled") for part in parts)
+    parts = [(part, optional_part(mlp, part, prefix)) for part in ("layer_1", "layer_2")]
+    enabled = any(
+        optional_part(layer, "bias", f"{prefix}.{part}").get("enabled") for part, layer in parts
+    )
     if enabled or mlp.get("add_linear_biases"):
         raise unsupported(prefix, "a gated MLP with biases", "one without")
     return GatedMLP(
         vllm_config.model_config.hf_text_config.hidden_size,
-        required(mlp, "intermediate_size", prefix),
+        count(mlp, "intermediate_size", prefix),
         prefix=prefix,
         quant_config=vllm_config.quant_config,
     )
@@ -231,7 +234,7 @@ def _absent_biases(config: Apriel2TextConfig) -> Iterator[tuple[str, Tensor]]:
         for name, mixer in config.mixers(layer).items():
             if mixer_type(mixer) not in ATTENTION_TYPES:
                 continue
-            enabled = has_biases(mixer)[:3]
+            enabled = has_biases(mixer, f"layers.{layer}.mixer")[:3]
             if not any(enabled):
                 continue
             inner = f"mixers.{name}." if name else ""
