@@ -204,6 +204,8 @@ def test_what_is_refused_changes_nothing(
         make(make_engine, fixed).change_placement("all-gdn")
     with pytest.raises(VLLMValidationError, match="no supernet"):
         make(make_engine, fixed, placement="all-gdn")
+    with pytest.raises(VLLMValidationError, match="--placement-alias .* no supernet"):
+        make(make_engine, fixed, placement_alias=["x=all-gdn"])
     with pytest.raises(VLLMValidationError, match="LlamaForCausalLM has one per layer"):
         make_engine("llama", placement="all-gdn")
 

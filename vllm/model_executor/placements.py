@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
+_ALL, _BOOKEND = "all-", "bookend-attn-"
 _EVERY = re.compile(r"every(\d{1,9})(?:st|nd|rd|th)-(.+)")
 
 #: what is shown of a name that may be of any length
@@ -46,6 +47,11 @@ def check_form(placement: object) -> None:
         raise placement_error(f"expected a list of names, or a string, got {shown}")
 
 
+def is_short_form(text: str) -> bool:
+    """Whether it is `all-X`, `everyNth-X` or `bookend-attn-X`."""
+    return text.startswith((_ALL, _BOOKEND)) or _EVERY.fullmatch(text) is not None
+
+
 def as_text(placement: Placement) -> str:
     """The same placement, names joined by commas."""
     return placement if isinstance(placement, str) else ",".join(placement)
@@ -56,10 +62,10 @@ def _expanded(text: str, num_layers: int) -> list[str]:
     if every is not None and int(every[1]) > 0:
         step, name = int(every[1]), _full(every[2])
         return _beside_attention(text, name, range(step - 1, num_layers, step), num_layers)
-    if text.startswith("all-"):
-        return [_full(text.removeprefix("all-"))] * num_layers
-    if text.startswith("bookend-attn-"):
-        name = _full(text.removeprefix("bookend-attn-"))
+    if text.startswith(_ALL):
+        return [_full(text.removeprefix(_ALL))] * num_layers
+    if text.startswith(_BOOKEND):
+        name = _full(text.removeprefix(_BOOKEND))
         return _beside_attention(text, name, range(2, num_layers - 2), num_layers)
     return [_full(part.strip()) for part in text.split(",")]
 

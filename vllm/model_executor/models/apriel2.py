@@ -28,7 +28,13 @@ from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
-from vllm.model_executor.placements import Placement, check_names, expand, placement_error
+from vllm.model_executor.placements import (
+    Placement,
+    check_names,
+    expand,
+    is_short_form,
+    placement_error,
+)
 from vllm.transformers_utils.configs.apriel2 import (
     ATTENTION_TYPES,
     Apriel2TextConfig,
@@ -41,6 +47,7 @@ from vllm.transformers_utils.configs.apriel2 import (
 
 #: where tensors go whose mixer is not part of the model
 _UNSELECTED = "unselected_mixers."
+_NO_SUPERNET = "the model is no supernet: each of its layers has one mixer"
 
 
 class Apriel2DecoderLayer(DecoderLayer):
@@ -180,7 +187,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
 
     def _checked(self, placement: Placement) -> list[str]:
         if not self._supernet_layers():
-            raise placement_error("the model is no supernet: each of its layers has one mixer")
+            raise placement_error(_NO_SUPERNET)
         names = expand(placement, self.config.num_hidden_layers)
         check_names(names, self.get_layer_mixers())
         return names
@@ -192,11 +199,20 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
 
 
 def _check_aliases(model: ModelConfig) -> None:
-    """`VLLMValidationError` that names the alias of a placement that there is not."""
+    """`VLLMValidationError` that names the alias of a placement that there is not, or of one while
+    another has its name."""
     config = cast(Apriel2TextConfig, model.hf_text_config)
+    num_layers, choices = config.num_hidden_layers, config.choices()
     for name, placement in model.placement_aliases.items():
         try:
-            check_names(expand(placement, config.num_hidden_layers), config.choices())
+            if not choices:
+                raise placement_error(_NO_SUPERNET)
+            names = expand(placement, num_layers)
+            check_names(names, choices)
+            if is_short_form(name) and expand(name, num_layers) != names:
+                raise placement_error(
+                    f"{name!r} has the form of another placement; choose another name"
+                )
         except VLLMValidationError as error:
             raise VLLMValidationError(
                 f"--placement-alias {name}={placement}: {error}", "placement_alias"
