@@ -18,6 +18,7 @@ from apriel2_models import (
     WINDOW,
     Description,
     Reference,
+    block,
     fixed,
     inverse_frequencies,
     make_tensors,
@@ -320,6 +321,24 @@ def test_a_pattern_takes_its_mixers_from_a_supernet(names, tmp_path, monkeypatch
     }
     assert read == used
     unused = len(tensors) - len(used)
+    recorded = {one.what: one.chosen for one in decisions.decisions()}
+    assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
+
+
+def test_a_pattern_thins_a_supernet(tmp_path):
+    """Its blocks have some of the checkpoint's mixers to choose from; the others stay on disk."""
+    supernet = stochastic(2)
+    tensors = make_tensors(supernet)
+    some = {name: MIXERS[name] for name in ("kda", "gdn")}
+    blocks = {"front": stochastic(1, some, "kda")["block"], "gdn": block(MIXERS["gdn"])}
+    thin = {"type": "pattern", "num_blocks": 2, "pattern": [*blocks], "blocks": blocks}
+    decisions.clear()
+    harness = Harness(save(tmp_path, thin, tensors))
+    found = harness.logits([Chunk(0, 0, ids(40))])
+    assert_logits(found, Reference(supernet, tensors, ["kda", "gdn"]).logits(ids(40)))
+    assert [*harness.model.model.layers[0].mixer.mixers] == ["kda", "gdn"]
+    kept = ("0.mixer.mixers.kda.", "0.mixer.mixers.gdn.", "1.mixer.mixers.gdn.")
+    unused = sum(".mixers." in key and not any(one in key for one in kept) for key in tensors)
     recorded = {one.what: one.chosen for one in decisions.decisions()}
     assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
 

@@ -113,8 +113,9 @@ def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP
 
 
 class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
-    """Plain checkpoints, supernets, and supernets of which a pattern takes one mixer of each layer,
-    the one that its block's name names. Multimodal ones are served as text."""
+    """Plain checkpoints, supernets, and supernets of which the config has some of the mixers of a
+    layer, or a pattern takes one, that its block's name names. Multimodal ones are served as
+    text."""
 
     layer_class = Apriel2DecoderLayer
     fused_names = (
@@ -123,7 +124,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
     )
     unused_weights = {
         "model.vision_encoder.": "only text is served",
-        _UNSELECTED: "the layers' pattern has other mixers of this supernet",
+        _UNSELECTED: "the config has other mixers of this supernet",
     }
 
     def __init__(
@@ -226,13 +227,16 @@ def _names_in(config: Apriel2TextConfig) -> WeightsMapper:
         stored, ours = f"model.decoder.blocks.{layer}.", f"model.layers.{layer}."
         mixers = config.mixers(layer)
         block = config.block_name(layer)
+        others = {f"{stored}mixer.mixers.": f"{_UNSELECTED}{layer}."}
         if "" in mixers and block is not None:
             # A supernet's tensors: those of the mixer that the block is named for are this one's.
             prefixes |= _mixer_names(f"{stored}mixer.mixers.{block}.", f"{ours}mixer.", mixers[""])
-            prefixes[f"{stored}mixer.mixers."] = f"{_UNSELECTED}{layer}."
+            prefixes |= others
         for name, mixer in mixers.items():
             inner = f"mixers.{name}." if name else ""
             prefixes |= _mixer_names(f"{stored}mixer.{inner}", f"{ours}mixer.{inner}", mixer)
+        if "" not in mixers:
+            prefixes |= others
         prefixes[stored] = ours
     return WeightsMapper(orig_to_new_prefix=prefixes)
 
