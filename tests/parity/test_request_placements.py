@@ -409,7 +409,9 @@ def test_what_does_not_fit_is_refused(
     engine = make(supernet.path, max_request_placements=0)
     try:
         supernet.assert_equals(run(engine, ["all-gdn"], PROMPTS[:1])[0], "all-gdn")
-        with pytest.raises(VLLMValidationError, match="has no alias, and --max-request"):
+        with pytest.raises(
+            VLLMValidationError, match="0 allows no other; use fast, careful or leave"
+        ):
             run(engine, ["all-swa"], PROMPTS[:1])
     finally:
         engine.llm_engine.engine_core.shutdown()

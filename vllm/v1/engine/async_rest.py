@@ -126,17 +126,21 @@ class AsyncRest:
         """What `asked` is, or is an alias of; `VLLMValidationError` for a mode that is not possible
         here."""
         check_mode(mode, ("wait", "refuse", "overlap"))
-        if mode == "overlap" and self._engine_core.router is not None:
+        replicas, processes = self._engine_core.router is not None, self._engine_core.shares_core
+        if mode == "overlap" and replicas:
+            wait = "use 'wait'"
+            if processes:
+                wait = "start the engine with --api-server-count 1 and use 'wait'"
             raise VLLMValidationError(
                 "mode 'overlap' is for one replica: others may find no place for the placement; "
-                "use 'wait'",
+                f"{wait}",
                 "mode",
             )
-        if mode != "overlap" and self._engine_core.shares_core:
+        if mode != "overlap" and processes:
+            overlap = "" if replicas else "change the placement with mode 'overlap', or "
             raise VLLMValidationError(
                 "several API processes serve this engine, and none can hold back the others' "
-                "requests; change the placement with mode 'overlap', or start the engine with "
-                "--api-server-count 1",
+                f"requests; {overlap}start the engine with --api-server-count 1",
                 "mode",
             )
         return self._front_end.placement_of(asked)
