@@ -109,7 +109,7 @@ class AsyncRest:
         """See `AsyncLLM.change_placement`."""
         placement = self.placement_to_use(placement, mode)
         if mode == "overlap":
-            return await self._overlap_placement(placement)
+            return await asyncio.shield(self._overlap_placement(placement))
         async with self.placement_gate.closed(waits=mode == "wait"):
             if self._engine_core.router is not None:
                 # All replicas or none: not before none of them has a request.
@@ -146,8 +146,9 @@ class AsyncRest:
         return self._front_end.placement_of(asked)
 
     async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
-        utility = self._engine_core.call_utility("overlap_placement", placement)
-        change: PlacementChange = await asyncio.shield(utility)
+        change: PlacementChange = await self._engine_core.call_utility(
+            "overlap_placement", placement
+        )
         self._front_end.show_placement(placement, change)
         return change.placements
 
