@@ -390,6 +390,7 @@ def test_names_are_matched_whole(tmp_path):
         ("sliding_window", {"type": "sliding_window", "window_size": None}, "without window_size"),
         ("mamba", {"d_state": 16}, "d_state 16 beside state_size 8"),
         ("mamba", {"state_size": 0}, "state_size must be a positive number, got 0"),
+        ("mamba", {"d_inner": None, "expand": "x"}, "expand must be a number of at least 0"),
         ("mamba", {"dt_rank": -1}, "dt_rank must be a positive number, got -1"),
         ("mamba", {"conv_bias": None}, "conv_bias None is not supported; supported: true, false"),
         ("mamba", {"d_xb": 48}, "64 channels cannot share 48 in groups of 8"),

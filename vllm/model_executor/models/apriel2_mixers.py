@@ -170,9 +170,13 @@ class Apriel2Mamba(GroupedMamba, Apriel2Mixer):
             other = f"d_state {mixer['d_state']} beside state_size {size}"
             raise unsupported(prefix, other, "state_size, or both alike")
         rank = mixer.get("dt_rank", "auto")
+        if mixer.get("d_inner") is None:
+            inner = int(number(mixer, "expand", prefix, 2.0) * hidden)
+        else:
+            inner = count(mixer, "d_inner", prefix)
         shape = GroupedMambaShape(
             hidden_size=hidden,
-            inner=count(mixer, "d_inner", prefix, int(mixer.get("expand", 2) * hidden)),
+            inner=inner,
             shared=count(mixer, "d_xb", prefix, hidden),
             state_size=size,
             dt_rank=cdiv(hidden, 16) if rank == "auto" else count(mixer, "dt_rank", prefix),
