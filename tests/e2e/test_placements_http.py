@@ -126,6 +126,18 @@ def test_several_processes(tmp_path: Path) -> None:
         assert shown_placements(server) == {"all-gdn"}, "also in the process that takes its place"
 
 
+def test_several_processes_and_replicas(tmp_path: Path) -> None:
+    """No mode is possible, and none is recommended."""
+    decoder = stochastic(2)
+    path = save(tmp_path, decoder, make_tensors(decoder))
+    with RemoteServer(path, *FLAGS, "--api-server-count", "2", "-dp", "2") as server:
+        for mode in ("wait", "refuse", "overlap"):
+            error = server.post("/placements", status=400, placement="all-gdn", mode=mode)["error"]
+            assert "start the engine with --api-server-count 1" in error["message"]
+            assert not re.search("with mode 'overlap'|; use 'wait'", error["message"])
+            assert error["param"] == "mode"
+
+
 def shown_placements(server: RemoteServer) -> set[str]:
     """What several connections are told of it."""
     infos = (server.get("/server_info?config_format=json") for _ in range(8))

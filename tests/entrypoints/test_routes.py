@@ -103,6 +103,8 @@ async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.Monk
     reply = (await client.post("/collective_rpc", json=body)).json()
     assert reply["results"][0]["method"] == "place" and reply["results"][0]["args"] == [1]
     assert reply["results"][0]["kind"] == "<class 'int'>"
+    reply = (await client.post("/collective_rpc", json={"method": "get_mixer_names"})).json()
+    assert reply["results"] == [["gdn", "kda"]]
     assert (await client.post("/reset_prefix_cache")).status_code == 200
 
 

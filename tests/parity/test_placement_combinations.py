@@ -159,6 +159,30 @@ def test_who_was_held_back_is_asked_about_the_new_memory(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize("mode", ["wait", "overlap"])
+def test_a_caller_that_goes_leaves_a_change_that_is_known(path: Path, mode: str) -> None:
+    """The front end's configuration is of the placement that the core has from then on."""
+    args = AsyncEngineArgs(
+        model=str(path), dtype="float32", max_model_len=256, kv_cache_memory_bytes=2**22
+    )
+
+    async def run(engine: AsyncLLM) -> None:
+        change = asyncio.ensure_future(engine.change_placement("all-swa", mode))
+        await asyncio.sleep(0)
+        change.cancel()
+        await asyncio.wait([change])
+        placed = (await engine.collective_rpc("get_layer_placements"))[0]
+        assert set(placed.values()) == {"sliding_window"}
+        assert engine.model_config.placement == "all-swa"
+
+    engine = AsyncLLM.from_engine_args(args)
+    try:
+        asyncio.run(run(engine))
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.usefixtures("forking")
 @pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=on_cpus)])
 def test_metrics_show_the_memory_that_there_is(path: Path, replicas: int) -> None:
     """Of each replica, after a change as in an engine that starts so."""

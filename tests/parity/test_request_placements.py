@@ -409,7 +409,9 @@ def test_what_does_not_fit_is_refused(
     engine = make(supernet.path, max_request_placements=0)
     try:
         supernet.assert_equals(run(engine, ["all-gdn"], PROMPTS[:1])[0], "all-gdn")
-        with pytest.raises(VLLMValidationError, match="has no alias, and --max-request"):
+        with pytest.raises(
+            VLLMValidationError, match="0 allows no other; use fast, careful or leave"
+        ):
             run(engine, ["all-swa"], PROMPTS[:1])
     finally:
         engine.llm_engine.engine_core.shutdown()
@@ -425,6 +427,10 @@ def test_what_does_not_fit_is_refused(
         make(supernet.path, placement_alias=["x=all-gdn", "x=all-kda"])
     with pytest.raises(VLLMValidationError, match="'gdn,gdn=all-kda' has a name like a placement"):
         make(supernet.path, placement_alias=["gdn,gdn=all-kda"])
+    with pytest.raises(VLLMValidationError, match="all-gdn=all-kda: .*'all-gdn' has the form"):
+        make(supernet.path, placement_alias=["all-kda=kda,kda", "all-gdn=all-kda"])
+    with pytest.raises(VLLMValidationError, match="placement.*valid string; got \\[1, 1\\]"):
+        make(supernet.path, placement=[1, 1])
     for wrong, message in (("gdn", "it names 1 layers"), ("all-x", "layer 0 has no mixer 'x'")):
         with pytest.raises(VLLMValidationError, match=f"--placement-alias y={wrong}: .*{message}"):
             make(supernet.path, placement_alias=["x=all-gdn", f"y={wrong}"])

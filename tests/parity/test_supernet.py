@@ -180,6 +180,7 @@ def test_what_is_refused_changes_nothing(
     before = generate(llm, prompts((30,)), 6)[0].outputs[0].token_ids
     refused = [
         (["gdn"] * 3, "it names 3 layers"),
+        (None, "expected a list of names, or a string, got None"),
         (["gdn", "gdn", "gdn", "mamba"], "layer 3 has no mixer 'mamba'; it has attention"),
         ("all-attention", "placement: One request of max_model_len 2048 needs"),
     ]
@@ -203,6 +204,8 @@ def test_what_is_refused_changes_nothing(
         make(make_engine, fixed).change_placement("all-gdn")
     with pytest.raises(VLLMValidationError, match="no supernet"):
         make(make_engine, fixed, placement="all-gdn")
+    with pytest.raises(VLLMValidationError, match="--placement-alias .* no supernet"):
+        make(make_engine, fixed, placement_alias=["x=all-gdn"])
     with pytest.raises(VLLMValidationError, match="LlamaForCausalLM has one per layer"):
         make_engine("llama", placement="all-gdn")
 

@@ -32,7 +32,9 @@ def _none_or(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 def _joined(value: Any) -> Any:
     """A list of names as text."""
-    return ",".join(value) if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return ",".join(value)
+    return value
 
 
 def _aliases(value: Any) -> Any:

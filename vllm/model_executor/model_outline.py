@@ -30,8 +30,10 @@ from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 class ModelOutline:
     """Of one rank: `specs` by layer name, in layer order; bytes of the parameters and buffers that
     are on the device, and of those that wait in host memory (mixers of a supernet that no placement
-    in use has); bytes of the journals of decode steps that write recurrent state seldom."""
+    in use has); bytes of the journals of decode steps that write recurrent state seldom.
+    `placement`: of a supernet, the mixers that it is of, joined by commas."""
 
+    placement: str
     specs: dict[str, KVCacheSpec]
     weight_bytes: int
     host_bytes: int
@@ -56,6 +58,7 @@ def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
     host_bytes = sum(parameter_bytes(_waiting(config, model)) for model in models)
     journals = count_journals(config, layers)
     return ModelOutline(
+        placement=_own_placement(models[0]) or "",
         specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
         weight_bytes=whole - host_bytes,
         host_bytes=host_bytes,
@@ -82,11 +85,18 @@ def _tensor_bytes(models: Sequence[nn.Module]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def _own_placement(model: nn.Module) -> str | None:
+    """None of a model that is no supernet."""
+    if not isinstance(model, HasPlacements) or not model.get_mixer_names():
+        return None
+    return model.spell(model.get_layer_placements())
+
+
 def _waiting(config: VllmConfig, model: nn.Module) -> list[nn.Module]:
     """The mixers that neither the model's own placement uses nor one with an alias."""
-    if not isinstance(model, HasPlacements) or not model.get_mixer_names():
+    own = _own_placement(model)
+    if own is None or not isinstance(model, HasPlacements):
         return []
-    own = model.spell(model.get_layer_placements())
     return model.unused_mixers(own, *config.model_config.placement_aliases.values())
 
 

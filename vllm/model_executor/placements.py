@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
+_ALL, _BOOKEND = "all-", "bookend-attn-"
 _EVERY = re.compile(r"every(\d{1,9})(?:st|nd|rd|th)-(.+)")
 
 #: what is shown of a name that may be of any length
@@ -28,16 +29,27 @@ def expand(placement: Placement, num_layers: int) -> list[str]:
 
     `VLLMValidationError` for a list of another length than `num_layers`, or of other things.
     """
+    check_form(placement)
     names = _expanded(placement, num_layers) if isinstance(placement, str) else placement
-    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        shown = _SHOWN.repr(placement)
-        raise placement_error(f"expected a list of names, or a string, got {shown}")
     if len(names) != num_layers:
         raise placement_error(
             f"it names {len(names)} layers, but the model has {num_layers}; give a name for each, "
             "or all-X, everyNth-X, bookend-attn-X"
         )
     return list(names)
+
+
+def check_form(placement: object) -> None:
+    """`VLLMValidationError` unless it is a list of names, or text."""
+    names = [placement] if isinstance(placement, str) else placement
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        shown = _SHOWN.repr(placement)
+        raise placement_error(f"expected a list of names, or a string, got {shown}")
+
+
+def is_short_form(text: str) -> bool:
+    """Whether it is `all-X`, `everyNth-X` or `bookend-attn-X`."""
+    return text.startswith((_ALL, _BOOKEND)) or _EVERY.fullmatch(text) is not None
 
 
 def as_text(placement: Placement) -> str:
@@ -50,10 +62,10 @@ def _expanded(text: str, num_layers: int) -> list[str]:
     if every is not None and int(every[1]) > 0:
         step, name = int(every[1]), _full(every[2])
         return _beside_attention(text, name, range(step - 1, num_layers, step), num_layers)
-    if text.startswith("all-"):
-        return [_full(text.removeprefix("all-"))] * num_layers
-    if text.startswith("bookend-attn-"):
-        name = _full(text.removeprefix("bookend-attn-"))
+    if text.startswith(_ALL):
+        return [_full(text.removeprefix(_ALL))] * num_layers
+    if text.startswith(_BOOKEND):
+        name = _full(text.removeprefix(_BOOKEND))
         return _beside_attention(text, name, range(2, num_layers - 2), num_layers)
     return [_full(part.strip()) for part in text.split(",")]
 

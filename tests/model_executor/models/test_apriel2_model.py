@@ -18,6 +18,7 @@ from apriel2_models import (
     WINDOW,
     Description,
     Reference,
+    block,
     fixed,
     inverse_frequencies,
     make_tensors,
@@ -324,6 +325,24 @@ def test_a_pattern_takes_its_mixers_from_a_supernet(names, tmp_path, monkeypatch
     assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
 
 
+def test_a_pattern_thins_a_supernet(tmp_path):
+    """Its blocks have some of the checkpoint's mixers to choose from; the others stay on disk."""
+    supernet = stochastic(2)
+    tensors = make_tensors(supernet)
+    some = {name: MIXERS[name] for name in ("kda", "gdn")}
+    blocks = {"front": stochastic(1, some, "kda")["block"], "gdn": block(MIXERS["gdn"])}
+    thin = {"type": "pattern", "num_blocks": 2, "pattern": [*blocks], "blocks": blocks}
+    decisions.clear()
+    harness = Harness(save(tmp_path, thin, tensors))
+    found = harness.logits([Chunk(0, 0, ids(40))])
+    assert_logits(found, Reference(supernet, tensors, ["kda", "gdn"]).logits(ids(40)))
+    assert [*harness.model.model.layers[0].mixer.mixers] == ["kda", "gdn"]
+    kept = ("0.mixer.mixers.kda.", "0.mixer.mixers.gdn.", "1.mixer.mixers.gdn.")
+    unused = sum(".mixers." in key and not any(one in key for one in kept) for key in tensors)
+    recorded = {one.what: one.chosen for one in decisions.decisions()}
+    assert recorded["checkpoint tensors unselected_mixers.*"] == f"{unused} not loaded"
+
+
 def test_names_are_matched_whole(tmp_path):
     """A mixer whose name begins as another's is another."""
     mixers = {"gdn": MIXERS["gdn"], "gdn_v2": MIXERS["gdn"]}
@@ -342,22 +361,37 @@ def test_names_are_matched_whole(tmp_path):
     [
         ("attention", {"rotary": {"type": "pixtral_2d", "theta": 1.0}}, "rotary.type 'pixtral_2d'"),
         ("attention", {"rotary": {"type": "mistral_1d"}}, "rotary without theta"),
+        ("attention", {"rotary": {"type": "mistral_1d", "theta": None}}, "rotary without theta"),
+        ("attention", {"rotary": {"theta": "x"}}, "rotary.theta must be a number of at least 0"),
+        ("attention", {"rotary": "mistral_1d"}, "rotary must be an object, got 'mistral_1d'"),
         (
             "attention",
             {"rotary": {"type": "llama3", "theta": 1.0, "scale_factor": 8.0}},
             "rotary 'llama3' without low_frequency_factor, high_frequency_factor, original_context",
         ),
         ("attention", {"causal": False}, "not causal"),
-        ("attention", {"heads": None}, "heads None is not supported"),
+        ("attention", {"heads": None}, "heads must be a positive number, got None"),
+        ("attention", {"heads": True}, "heads must be a positive number, got True"),
+        ("sliding_window", {"head_groups": "2"}, "head_groups must be a positive number, got '2'"),
+        ("attention", {"key_layer": True}, "key_layer must be an object, got True"),
+        ("attention", {"key_layer": {"bias": True}}, "key_layer.bias must be an object, got True"),
         ("attention", {"heads": 3}, "3 query heads for 2 key/value heads are not"),
-        ("attention", {"window_size": 0}, "window_size 0 is not supported; supported: a positive"),
+        ("attention", {"window_size": 0}, "window_size must be a positive number, got 0"),
         ("attention", {"type": "mystery"}, "a mixer of type 'mystery'.*attention.*gdn"),
         ("gdn", {"key_heads": 3}, "4 value heads for 3 key heads"),
         ("gdn", {"convolution_layer": {"kernel_size": 4, "activation": "relu"}}, "'relu'"),
+        ("gdn", {"norm_eps": "x"}, "norm_eps must be a number of at least 0, got 'x'"),
+        ("kda", {"convolution_layer": 4}, "convolution_layer must be an object, got 4"),
+        ("kda", {"convolution_layer": {"kernel_size": "x"}}, "kernel_size must be a positive"),
+        ("kda", {"normalization": {"epsilon": "x"}}, "epsilon must be a number of at least 0"),
+        ("kda", {"normalization": "rms_norm"}, "normalization must be an object"),
         ("kda", {"normalization": {"activation": "relu"}}, "gate activation 'relu'"),
         ("kda", {"normalization": {"type": "layer_norm"}}, "normalization.type is 'layer_norm'"),
         ("sliding_window", {"type": "sliding_window", "window_size": None}, "without window_size"),
         ("mamba", {"d_state": 16}, "d_state 16 beside state_size 8"),
+        ("mamba", {"state_size": 0}, "state_size must be a positive number, got 0"),
+        ("mamba", {"d_inner": None, "expand": "x"}, "expand must be a number of at least 0"),
+        ("mamba", {"dt_rank": -1}, "dt_rank must be a positive number, got -1"),
         ("mamba", {"conv_bias": None}, "conv_bias None is not supported; supported: true, false"),
         ("mamba", {"d_xb": 48}, "64 channels cannot share 48 in groups of 8"),
     ],
@@ -397,6 +431,7 @@ def test_what_an_mlp_cannot_be(mlp, message, tmp_path):
         ({**pattern(["gdn"]), "pattern": []}, "decoder.pattern must list"),
         (stochastic(1, main="none"), "main_mixer_name 'none'"),
         (stochastic(1, {}), "has no mixers"),
+        (stochastic(1, {"gdn": None}, "gdn"), "the mixers of layer 0 has no 'gdn' \\(got None"),
         (stochastic(1, {"a": stochastic(1)["block"]["mixer"]}), "inside a stochastic mixer"),
     ],
 )

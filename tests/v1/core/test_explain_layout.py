@@ -172,6 +172,14 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert report.one is None and not report.is_possible
 
 
+def test_the_placement_that_does_not_fit_is_named() -> None:
+    config = config_of(HYBRID.with_name("super_apriel_15b"), placement_alias=["x=all-gdn"])
+    report = explain_layout(
+        config, Layout.parse("tp2"), Budget(arena_bytes=2**30), Rates(), batch=8, context=100
+    )
+    assert report.too_large.startswith(",".join(["attention"] * 48) + ": One request of max_model")
+
+
 def test_pages_may_be_given() -> None:
     report = reported("llama", "pp2", Budget(), num_gpu_blocks_override=64)
     whole = reported("llama", "tp1", Budget(), num_gpu_blocks_override=64)

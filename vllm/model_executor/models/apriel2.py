@@ -22,24 +22,32 @@ from vllm.model_executor.models.apriel2_mixers import (
     has_biases,
     mixer_class,
     only_silu,
-    required,
     unsupported,
 )
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
-from vllm.model_executor.placements import Placement, check_names, expand, placement_error
+from vllm.model_executor.placements import (
+    Placement,
+    check_names,
+    expand,
+    is_short_form,
+    placement_error,
+)
 from vllm.transformers_utils.configs.apriel2 import (
     ATTENTION_TYPES,
     Apriel2TextConfig,
     Description,
+    count,
     mixer_type,
     norm_epsilon,
+    optional_part,
 )
 
 #: where tensors go whose mixer is not part of the model
 _UNSELECTED = "unselected_mixers."
+_NO_SUPERNET = "the model is no supernet: each of its layers has one mixer"
 
 
 class Apriel2DecoderLayer(DecoderLayer):
@@ -52,11 +60,11 @@ class Apriel2DecoderLayer(DecoderLayer):
         config: Apriel2TextConfig = vllm_config.model_config.hf_text_config
         index = extract_layer_index(prefix)
         block = config.block(index)
-        eps = norm_epsilon(block)
+        eps = norm_epsilon(block, prefix)
         self.input_layernorm = RMSNorm(config.hidden_size, eps)
         self.mixer = _new_mixer(config, index, vllm_config, f"{prefix}.mixer")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps)
-        self.mlp = _new_mlp(block.get("mlp") or {}, vllm_config, f"{prefix}.mlp")
+        self.mlp = _new_mlp(optional_part(block, "mlp", prefix), vllm_config, f"{prefix}.mlp")
 
     def mix_stream(
         self, positions: Tensor, stream: ResidualStream
@@ -90,21 +98,24 @@ def _new_mlp(mlp: Description, vllm_config: VllmConfig, prefix: str) -> GatedMLP
     if not mlp.get("gated", True):
         raise unsupported(prefix, "an MLP without gate", "gated: true")
     only_silu(mlp, prefix, "activation")
-    parts = (mlp.get("layer_1"), mlp.get("layer_2"))
-    enabled = any(((part or {}).get("bias") or {}).get("enabled") for part in parts)
+    parts = [(part, optional_part(mlp, part, prefix)) for part in ("layer_1", "layer_2")]
+    enabled = any(
+        optional_part(layer, "bias", f"{prefix}.{part}").get("enabled") for part, layer in parts
+    )
     if enabled or mlp.get("add_linear_biases"):
         raise unsupported(prefix, "a gated MLP with biases", "one without")
     return GatedMLP(
         vllm_config.model_config.hf_text_config.hidden_size,
-        required(mlp, "intermediate_size", prefix),
+        count(mlp, "intermediate_size", prefix),
         prefix=prefix,
         quant_config=vllm_config.quant_config,
     )
 
 
 class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
-    """Plain checkpoints, supernets, and supernets of which a pattern takes one mixer of each layer,
-    the one that its block's name names. Multimodal ones are served as text."""
+    """Plain checkpoints, supernets, and supernets of which the config has some of the mixers of a
+    layer, or a pattern takes one, that its block's name names. Multimodal ones are served as
+    text."""
 
     layer_class = Apriel2DecoderLayer
     fused_names = (
@@ -113,7 +124,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
     )
     unused_weights = {
         "model.vision_encoder.": "only text is served",
-        _UNSELECTED: "the layers' pattern has other mixers of this supernet",
+        _UNSELECTED: "the config has other mixers of this supernet",
     }
 
     def __init__(
@@ -177,7 +188,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
 
     def _checked(self, placement: Placement) -> list[str]:
         if not self._supernet_layers():
-            raise placement_error("the model is no supernet: each of its layers has one mixer")
+            raise placement_error(_NO_SUPERNET)
         names = expand(placement, self.config.num_hidden_layers)
         check_names(names, self.get_layer_mixers())
         return names
@@ -189,11 +200,20 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
 
 
 def _check_aliases(model: ModelConfig) -> None:
-    """`VLLMValidationError` that names the alias of a placement that there is not."""
+    """`VLLMValidationError` that names the alias of a placement that there is not, or of one while
+    another has its name."""
     config = cast(Apriel2TextConfig, model.hf_text_config)
+    num_layers, choices = config.num_hidden_layers, config.choices()
     for name, placement in model.placement_aliases.items():
         try:
-            check_names(expand(placement, config.num_hidden_layers), config.choices())
+            if not choices:
+                raise placement_error(_NO_SUPERNET)
+            names = expand(placement, num_layers)
+            check_names(names, choices)
+            if is_short_form(name) and expand(name, num_layers) != names:
+                raise placement_error(
+                    f"{name!r} has the form of another placement; choose another name"
+                )
         except VLLMValidationError as error:
             raise VLLMValidationError(
                 f"--placement-alias {name}={placement}: {error}", "placement_alias"
@@ -207,13 +227,16 @@ def _names_in(config: Apriel2TextConfig) -> WeightsMapper:
         stored, ours = f"model.decoder.blocks.{layer}.", f"model.layers.{layer}."
         mixers = config.mixers(layer)
         block = config.block_name(layer)
+        others = {f"{stored}mixer.mixers.": f"{_UNSELECTED}{layer}."}
         if "" in mixers and block is not None:
             # A supernet's tensors: those of the mixer that the block is named for are this one's.
             prefixes |= _mixer_names(f"{stored}mixer.mixers.{block}.", f"{ours}mixer.", mixers[""])
-            prefixes[f"{stored}mixer.mixers."] = f"{_UNSELECTED}{layer}."
+            prefixes |= others
         for name, mixer in mixers.items():
             inner = f"mixers.{name}." if name else ""
             prefixes |= _mixer_names(f"{stored}mixer.{inner}", f"{ours}mixer.{inner}", mixer)
+        if "" not in mixers:
+            prefixes |= others
         prefixes[stored] = ours
     return WeightsMapper(orig_to_new_prefix=prefixes)
 
@@ -231,7 +254,7 @@ def _absent_biases(config: Apriel2TextConfig) -> Iterator[tuple[str, Tensor]]:
         for name, mixer in config.mixers(layer).items():
             if mixer_type(mixer) not in ATTENTION_TYPES:
                 continue
-            enabled = has_biases(mixer)[:3]
+            enabled = has_biases(mixer, f"layers.{layer}.mixer")[:3]
             if not any(enabled):
                 continue
             inner = f"mixers.{name}." if name else ""

@@ -23,7 +23,14 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import NEEDED, get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models.weights import FusedName
-from vllm.transformers_utils.configs.apriel2 import Description, mixer_type, norm_epsilon
+from vllm.transformers_utils.configs.apriel2 import (
+    Description,
+    count,
+    mixer_type,
+    norm_epsilon,
+    number,
+    optional_part,
+)
 from vllm.utils.math_utils import cdiv
 
 #: entries of Fast-LLM's rotary configs -> those of transformers
@@ -82,14 +89,14 @@ class Apriel2Attention(SelfAttention, Apriel2Mixer):
         if mixer_type(mixer) == "sliding_window" and window is None:
             raise unsupported(prefix, "a sliding_window mixer without window_size", "one with it")
         if window is not None:
-            window = required(mixer, "window_size", prefix)
-        query, key, value, dense = has_biases(mixer)
-        heads = required(mixer, "heads", prefix)
+            window = count(mixer, "window_size", prefix)
+        query, key, value, dense = has_biases(mixer, prefix)
+        heads = count(mixer, "heads", prefix)
         shape = SelfAttentionShape(
             hidden_size=model.hf_text_config.hidden_size,
             num_heads=heads,
-            num_kv_heads=int(mixer.get("head_groups") or heads),
-            head_dim=required(mixer, "head_size", prefix),
+            num_kv_heads=count(mixer, "head_groups", prefix, heads),
+            head_dim=count(mixer, "head_size", prefix),
             qkv_bias=query or key or value,
             o_bias=dense,
             sliding_window=window,
@@ -111,16 +118,16 @@ class Apriel2GatedDeltaNet(GatedDeltaNet, Apriel2Mixer):
     )
 
     def __init__(self, mixer: Description, vllm_config: VllmConfig, prefix: str) -> None:
-        convolution = mixer.get("convolution_layer") or {}
+        convolution = optional_part(mixer, "convolution_layer", prefix)
         only_silu(convolution, prefix, "convolution_layer")
         shape = GatedDeltaNetShape(
             hidden_size=vllm_config.model_config.hf_text_config.hidden_size,
-            num_k_heads=required(mixer, "key_heads", prefix),
-            num_v_heads=required(mixer, "value_heads", prefix),
-            head_k_dim=required(mixer, "key_head_dim", prefix),
-            head_v_dim=required(mixer, "value_head_dim", prefix),
-            conv_kernel_size=required(convolution, "kernel_size", f"{prefix}.convolution_layer"),
-            eps=float(mixer.get("norm_eps", 1e-5)),
+            num_k_heads=count(mixer, "key_heads", prefix),
+            num_v_heads=count(mixer, "value_heads", prefix),
+            head_k_dim=count(mixer, "key_head_dim", prefix),
+            head_v_dim=count(mixer, "value_head_dim", prefix),
+            conv_kernel_size=count(convolution, "kernel_size", f"{prefix}.convolution_layer"),
+            eps=number(mixer, "norm_eps", prefix, 1e-5),
         )
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
 
@@ -138,15 +145,15 @@ class Apriel2KimiDeltaAttention(KimiDeltaAttention, Apriel2Mixer):
     fused_names = KimiDeltaAttention.CHECKPOINT_NAMES
 
     def __init__(self, mixer: Description, vllm_config: VllmConfig, prefix: str) -> None:
-        convolution = mixer.get("convolution_layer") or {}
+        convolution = optional_part(mixer, "convolution_layer", prefix)
         only_silu(convolution, prefix, "convolution_layer")
-        norm = mixer.get("normalization") or {}
+        norm = optional_part(mixer, "normalization", prefix)
         shape = KimiDeltaAttentionShape(
             hidden_size=vllm_config.model_config.hf_text_config.hidden_size,
-            num_heads=required(mixer, "heads", prefix),
-            head_dim=required(mixer, "head_dim", prefix),
-            conv_kernel_size=int(convolution.get("kernel_size", 4)),
-            eps=norm_epsilon(mixer),
+            num_heads=count(mixer, "heads", prefix),
+            head_dim=count(mixer, "head_dim", prefix),
+            conv_kernel_size=count(convolution, "kernel_size", f"{prefix}.convolution_layer", 4),
+            eps=norm_epsilon(mixer, prefix),
             gate_activation=norm.get("activation", "silu"),
         )
         super().__init__(shape, prefix, quant_config=vllm_config.quant_config)
@@ -157,19 +164,23 @@ class Apriel2Mamba(GroupedMamba, Apriel2Mixer):
 
     def __init__(self, mixer: Description, vllm_config: VllmConfig, prefix: str) -> None:
         hidden = vllm_config.model_config.hf_text_config.hidden_size
-        size = int(mixer.get("state_size", 16))
+        size = count(mixer, "state_size", prefix, 16)
         if mixer.get("d_state", size) != size:
             # The models' own code reads state_size alone.
             other = f"d_state {mixer['d_state']} beside state_size {size}"
             raise unsupported(prefix, other, "state_size, or both alike")
         rank = mixer.get("dt_rank", "auto")
+        if mixer.get("d_inner") is None:
+            inner = int(number(mixer, "expand", prefix, 2.0) * hidden)
+        else:
+            inner = count(mixer, "d_inner", prefix)
         shape = GroupedMambaShape(
             hidden_size=hidden,
-            inner=int(mixer.get("d_inner") or mixer.get("expand", 2) * hidden),
-            shared=int(mixer.get("d_xb") or hidden),
+            inner=inner,
+            shared=count(mixer, "d_xb", prefix, hidden),
             state_size=size,
-            dt_rank=cdiv(hidden, 16) if rank == "auto" else int(rank),
-            conv_kernel_size=int(mixer.get("d_conv", 4)),
+            dt_rank=cdiv(hidden, 16) if rank == "auto" else count(mixer, "dt_rank", prefix),
+            conv_kernel_size=count(mixer, "d_conv", prefix, 4),
             conv_bias=flag(mixer, "conv_bias", prefix),
             dt_bias=flag(mixer, "dt_proj_bias", prefix),
             proj_bias=bool(mixer.get("add_linear_biases", False)),
@@ -222,12 +233,13 @@ def mixer_class(mixer: Description, prefix: str) -> type[Any]:
     return MIXERS[kind]
 
 
-def has_biases(mixer: Description) -> tuple[bool, bool, bool, bool]:
+def has_biases(mixer: Description, prefix: str) -> tuple[bool, bool, bool, bool]:
     """Whether attention's q, k, v and output projections have biases."""
     default = bool(mixer.get("add_linear_biases", False))
 
     def has(part: str) -> bool:
-        enabled = ((mixer.get(part) or {}).get("bias") or {}).get("enabled")
+        layer = optional_part(mixer, part, prefix)
+        enabled = optional_part(layer, "bias", f"{prefix}.{part}").get("enabled")
         return default if enabled is None else bool(enabled)
 
     query, key, value, dense = (has(part) for part in _PROJECTIONS)
@@ -236,11 +248,11 @@ def has_biases(mixer: Description) -> tuple[bool, bool, bool, bool]:
 
 def rope_parameters(mixer: Description, prefix: str) -> dict[str, Any]:
     """A description's `rotary`, in transformers' words."""
-    rotary = mixer.get("rotary") or {}
-    kind = rotary.get("type", "mistral_1d")
+    rotary = optional_part(mixer, "rotary", prefix)
+    kind = str(rotary.get("type", "mistral_1d"))
     if kind not in _ROTARY_TYPES:
         raise unsupported(prefix, f"rotary.type {kind!r}", ", ".join(_ROTARY_TYPES))
-    if "theta" not in rotary:
+    if rotary.get("theta") is None or not number(rotary, "theta", f"{prefix}.rotary", 0.0):
         raise unsupported(prefix, "rotary without theta", "a number")
     known = {
         _ROTARY_NAMES[name]: value
@@ -252,14 +264,6 @@ def rope_parameters(mixer: Description, prefix: str) -> dict[str, Any]:
     if missing:
         raise unsupported(prefix, f"rotary {kind!r} without {', '.join(missing)}", "numbers")
     return {"rope_type": _ROTARY_TYPES[kind], **known}
-
-
-def required(description: Description, key: str, where: str) -> int:
-    """A size that must be given; `VLLMValidationError` without it."""
-    value = description.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise unsupported(where, f"{key} {value!r}", "a positive number")
-    return value
 
 
 def flag(description: Description, key: str, where: str) -> bool:

@@ -8,6 +8,7 @@ a recurrent mixer, or `stochastic`: several named mixers, of which `main_mixer_n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,12 +68,12 @@ class Apriel2TextConfig(PretrainedConfig):
     @property
     def num_hidden_layers(self) -> int:
         """Decoder layers."""
-        return _count(self.decoder, "num_blocks", "decoder")
+        return count(self.decoder, "num_blocks", "decoder")
 
     @property
     def rms_norm_eps(self) -> float:
         """Epsilon of the final norm."""
-        return norm_epsilon(self.head)
+        return norm_epsilon(self.head, "head")
 
     @property
     def max_position_embeddings(self) -> int | None:
@@ -106,9 +107,10 @@ class Apriel2TextConfig(PretrainedConfig):
         mixer = _part(self.block(layer), "mixer", f"the block of layer {layer}")
         if mixer_type(mixer) != STOCHASTIC:
             return {"": mixer}
-        found = dict(mixer.get("mixers") or {})
-        if not found:
+        described = optional_part(mixer, "mixers", f"the stochastic mixer of layer {layer}")
+        if not described:
             raise _error(f"the stochastic mixer of layer {layer} has no mixers")
+        found = {name: _part(described, name, f"the mixers of layer {layer}") for name in described}
         nested = [name for name, one in found.items() if mixer_type(one) == STOCHASTIC]
         if nested:
             raise _error(f"stochastic mixers inside a stochastic mixer: {nested} (layer {layer})")
@@ -179,29 +181,48 @@ def mixer_type(mixer: Description) -> str:
     return str(mixer.get("type", "attention"))
 
 
-def norm_epsilon(part: Description) -> float:
+def norm_epsilon(owner: Description, where: str) -> float:
     """`normalization.epsilon` of a block, a mixer or the head; 1e-5 if it is absent.
 
     `VLLMValidationError` for another norm than RMS.
     """
-    norm = part.get("normalization") or {}
+    norm = optional_part(owner, "normalization", where)
     kind = norm.get("type", "rms_norm")
     if kind != "rms_norm":
         raise _error(f"normalization.type is {kind!r}; supported: rms_norm")
-    return float(norm.get("epsilon", _DEFAULT_EPSILON))
+    return number(norm, "epsilon", f"{where}.normalization", _DEFAULT_EPSILON)
+
+
+def optional_part(description: Description, key: str, where: str) -> Description:
+    """An object, empty where it is absent or null; `VLLMValidationError` for anything else."""
+    value = description.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise _error(f"{where}.{key} must be an object, got {value!r}")
+    return value or {}
+
+
+def count(description: Description, key: str, where: str, default: int | None = None) -> int:
+    """A positive integer, or the default where it is absent or null; `VLLMValidationError` for
+    anything else, and without either."""
+    value = description.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise _error(f"{where}.{key} must be a positive number, got {value!r}")
+    return value
+
+
+def number(description: Description, key: str, where: str, default: float) -> float:
+    """Not negative, or the default where it is absent; `VLLMValidationError` for anything else."""
+    value = description.get(key, default)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise _error(f"{where}.{key} must be a number of at least 0, got {value!r}")
+    return float(value)
 
 
 def _part(description: Description, key: str, where: str) -> Description:
     value = description.get(key)
     if not isinstance(value, Mapping):
         raise _error(f"{where} has no {key!r} (got {value!r})")
-    return value
-
-
-def _count(description: Description, key: str, where: str) -> int:
-    value = description.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise _error(f"{where}.{key} must be a positive number, got {value!r}")
     return value
 
 

@@ -131,7 +131,7 @@ def _arenas(
 ) -> list[KVCacheConfig]:
     """Each stage's, as an engine plans it; ValueError if a request of full length does not fit."""
     if layout.pp == 1:
-        placed = [(str(i), dict(one.specs)) for i, one in enumerate(stages[0].outlines)]
+        placed = [(one.placement, dict(one.specs)) for one in stages[0].outlines]
         return get_placed_configs(config, [placed], available)
     specs = [dict(stage.outline.specs) for stage in stages for _ in range(layout.tp)]
     per_worker = [size for size in available for _ in range(layout.tp)]

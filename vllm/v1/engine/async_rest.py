@@ -109,7 +109,7 @@ class AsyncRest:
         """See `AsyncLLM.change_placement`."""
         placement = self.placement_to_use(placement, mode)
         if mode == "overlap":
-            return await self._overlap_placement(placement)
+            return await asyncio.shield(self._overlap_placement(placement))
         async with self.placement_gate.closed(waits=mode == "wait"):
             if self._engine_core.router is not None:
                 # All replicas or none: not before none of them has a request.
@@ -126,24 +126,29 @@ class AsyncRest:
         """What `asked` is, or is an alias of; `VLLMValidationError` for a mode that is not possible
         here."""
         check_mode(mode, ("wait", "refuse", "overlap"))
-        if mode == "overlap" and self._engine_core.router is not None:
+        replicas, processes = self._engine_core.router is not None, self._engine_core.shares_core
+        if mode == "overlap" and replicas:
+            wait = "use 'wait'"
+            if processes:
+                wait = "start the engine with --api-server-count 1 and use 'wait'"
             raise VLLMValidationError(
                 "mode 'overlap' is for one replica: others may find no place for the placement; "
-                "use 'wait'",
+                f"{wait}",
                 "mode",
             )
-        if mode != "overlap" and self._engine_core.shares_core:
+        if mode != "overlap" and processes:
+            overlap = "" if replicas else "change the placement with mode 'overlap', or "
             raise VLLMValidationError(
                 "several API processes serve this engine, and none can hold back the others' "
-                "requests; change the placement with mode 'overlap', or start the engine with "
-                "--api-server-count 1",
+                f"requests; {overlap}start the engine with --api-server-count 1",
                 "mode",
             )
         return self._front_end.placement_of(asked)
 
     async def _overlap_placement(self, placement: Placement) -> list[dict[int, str]]:
-        utility = self._engine_core.call_utility("overlap_placement", placement)
-        change: PlacementChange = await asyncio.shield(utility)
+        change: PlacementChange = await self._engine_core.call_utility(
+            "overlap_placement", placement
+        )
         self._front_end.show_placement(placement, change)
         return change.placements
 

@@ -96,9 +96,10 @@ class CorePlacements:
         spelled = self._spell(placement)
         if spelled not in self._live:
             if not self._most_unnamed:
+                named = f"use {', '.join(self._aliases)} or " if self._aliases else ""
                 raise VLLMValidationError(
                     f"placement {spelled} has no alias, and --max-request-placements 0 allows no "
-                    f"other; the engine has {', '.join(self._live)}",
+                    f"other; {named}leave it out",
                     "placement",
                 )
             self._planned(len(self._regions), spelled, len(self._config.kv_cache_groups))

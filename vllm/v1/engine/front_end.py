@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
+from vllm.model_executor.placements import check_form
 from vllm.tokenizers import get_tokenizer
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.engine.exceptions import EngineSleepingError
@@ -92,7 +93,9 @@ class FrontEnd:
         self.note_wake_up(set(TAGS) - state.asleep)
 
     def placement_of(self, asked: Placement) -> Placement:
-        """What is asked for, or what it is an alias of."""
+        """What is asked for, or what it is an alias of; `VLLMValidationError` for what is neither
+        a list of names nor text."""
+        check_form(asked)
         aliases = self.model_config.placement_aliases
         return aliases.get(asked, asked) if isinstance(asked, str) else asked
 

@@ -37,7 +37,7 @@ async def collective_rpc(request: Request) -> dict[str, list[Any]]:
     results = await server_of(request).engine.collective_rpc(
         body.method, timeout=body.timeout, args=tuple(body.args), kwargs=body.kwargs
     )
-    plain = (str, int, float, bool, list, dict, type(None))
+    plain = (str, int, float, bool, list, tuple, dict, type(None))
     shown = [r if isinstance(r, plain) else str(r) for r in results]
     return {"results": to_jsonable_python(shown, fallback=str)}
 
