@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.supervisor import Supervisor
-from vllm.entrypoints.launcher import bind, remove_unix_socket
+from vllm.entrypoints.listening import bind_another
 from vllm.entrypoints.openai.cli_args import AUTO, FrontEndArgs
 from vllm.logger import init_logger
 from vllm.v1.executor.abstract import Executor
@@ -29,8 +29,8 @@ def serve_together(
     executor_class: type[Executor] | None = None,
     log_stats: bool = True,
 ) -> int:
-    """Serve `vllm_config`, which is resolved, at the address of `first` (from `bind`, shared);
-    returns the exit status.
+    """Serve `vllm_config`, which is resolved, at the address of `first` (from `bound`,
+    shared); returns the exit status.
 
     Every process has a socket of its own at the same TCP port, over which the system spreads the
     connections; all accept from the same Unix socket.
@@ -42,13 +42,12 @@ def serve_together(
             sockets *= count
         else:
             args = replace(args, port=first.getsockname()[1])
-            sockets += [bind(args, shared=True) for _ in range(count - 1)]
+            sockets += [bind_another(args) for _ in range(count - 1)]
         logger.info("%d API processes at %s", count, args.uds or f"port {args.port}")
         return Supervisor(sockets, args, vllm_config, executor_class, log_stats).run()
     finally:
-        for sock in set(sockets):
+        for sock in set(sockets) - {first}:
             sock.close()
-        remove_unix_socket(args)
 
 
 def choose_count(asked: int, vllm_config: VllmConfig, num_cores: int | None = None) -> int:

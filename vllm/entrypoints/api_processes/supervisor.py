@@ -26,6 +26,7 @@ from vllm.entrypoints.api_processes.together import (
     tell_all,
 )
 from vllm.entrypoints.launcher import stop_start_at_signals
+from vllm.entrypoints.listening import refuse_other_servers
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Tallies
@@ -125,6 +126,7 @@ class Supervisor:
             for place, sock in enumerate(self._sockets):
                 self._processes[place] = _ApiProcess(place, sock)
             self._core.wait_ready()
+            refuse_other_servers(self._args)
             self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
