@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -319,6 +320,40 @@ def test_a_unix_socket_and_a_server_that_stops_with_its_process(tmp_path: Path) 
         assert not Path(path).exists()
     finally:
         server.popen.kill()
+
+
+@pytest.mark.parametrize("over_uds", [False, True])
+def test_a_server_that_stops_answers_everyone_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over_uds: bool
+) -> None:
+    """Processes without requests end at once: what connects goes to those that still run one. A
+    second signal ends these, too."""
+    with tempfile.TemporaryDirectory() as temporary:  # its name is short enough for a socket's
+        monkeypatch.setenv("TMPDIR", temporary)
+        path = f"{temporary}/socket" if over_uds else None
+        flags = ["-asc", "3", "--shutdown-timeout", "600"]
+        server = Server(tmp_path / "log", *flags, uds=path).ready()
+        try:
+            wait_until(lambda: len(server.serving()) == 3)
+            stream = Stream(server, 2000)
+            wait_until(lambda: bool(stream.ids))
+            server.popen.send_signal(signal.SIGTERM)
+            wait_until(lambda: len(server.serving()) == 1)
+            wait_until(lambda: _answers(server) == 503)
+            assert [server.get("/health").status_code for _ in range(12)] == [503] * 12
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.popen.wait(60) == 130
+            assert os.listdir(temporary) == []
+        finally:
+            server.popen.kill()
+
+
+def _answers(server: Server) -> int | None:
+    """Status of `/health`; None where the process ended with the connection."""
+    try:
+        return server.get("/health").status_code
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        return None
 
 
 def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:

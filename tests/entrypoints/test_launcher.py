@@ -255,9 +255,10 @@ def test_missing_certificate_is_named() -> None:
         check_certificates(FrontEndArgs(ssl_certfile="/none", ssl_keyfile="/none"))
 
 
-def test_unix_socket(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "status"), [(1, 0), (2, 130)])
+def test_unix_socket(start: Start, tmp_path: Path, times: int, status: int) -> None:
     path = str(tmp_path / "server.sock")
-    process = start("", "--uds", path)
+    process = start("hang", "--uds", path)
     client = httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x")
     for _ in range(2400):
         try:
@@ -265,8 +266,16 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
             break
         except httpx.TransportError:
             time.sleep(0.05)
+    assert os.path.exists(path)
+    open_streams: list[httpx.Response] = []
+    if times == 2:
+        stream = {"prompt": "hi", "stream": True, "max_tokens": 5}
+        request = client.build_request("POST", "/v1/completions", json=stream)
+        open_streams.append(client.send(request, stream=True))
+        process.signal(signal.SIGTERM)
+        process.printed("finishing running requests")
     process.signal(signal.SIGTERM)
-    assert process.wait()[0] == 0
+    assert process.wait()[0] == status
     assert not os.path.exists(path)
 
 

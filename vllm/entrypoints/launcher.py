@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
-from vllm.entrypoints.listening import BACKLOG, listen
+from vllm.entrypoints.listening import BACKLOG, listen, remove_own_files
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Counted, Tallies
@@ -232,6 +232,7 @@ def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
             logger.warning("%s again: exiting at once", name)
             with contextlib.suppress(Exception):
                 engine.shutdown(timeout=0)
+            remove_own_files()
             os._exit(_EXIT_FORCED)
         # Before the log line: a second signal may interrupt this handler anywhere.
         server.should_exit = True

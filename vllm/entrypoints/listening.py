@@ -13,6 +13,8 @@ from vllm.exceptions import VLLMValidationError
 
 #: connections that wait to be accepted
 BACKLOG = 2048
+#: of `--uds`, made by this process: what they were then
+_OWN_FILES: list[tuple[str, os.stat_result]] = []
 
 
 @contextlib.contextmanager
@@ -92,14 +94,26 @@ def _bound_unix(path: str) -> Iterator[socket.socket]:
                 "uds",
                 path,
             ) from None
-        own = os.stat(path)
+        own = (path, os.stat(path))
+        _OWN_FILES.append(own)
         try:
             yield sock
         finally:
-            # Another server's, where somebody removed ours and started one.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(path), own):
-                    os.unlink(path)
+            _OWN_FILES.remove(own)
+            _remove(*own)
+
+
+def remove_own_files() -> None:
+    """Of `--uds`, where the process ends without unwinding."""
+    for path, made in _OWN_FILES:
+        _remove(path, made)
+
+
+def _remove(path: str, made: os.stat_result) -> None:
+    """Unless it is another server's by now: somebody removed ours and started one."""
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path), made):
+            os.unlink(path)
 
 
 def _reason(error: OSError) -> str:
