@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import add_flag, flag_specs, from_namespace
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.run_batch import BatchCounts
@@ -66,6 +67,7 @@ class RunBatchCommand(CLISubcommand):
             raise VLLMValidationError(f"--input-file {source}: no such file", "input_file")
         if target.exists() and target.samefile(source):
             raise VLLMValidationError("--output-file must not be the input file", "output_file")
+        check_file("output_file", target)
         # Nobody but this command sends requests, and it has no key.
         front_end = replace(from_namespace(FrontEndArgs, args), api_key=[])
         counts = asyncio.run(_run(args, front_end, source, target))
