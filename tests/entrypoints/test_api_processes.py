@@ -375,15 +375,19 @@ def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "max_num_seqs", "cores", "count"),
-    [(3, 8, 2, 3), (AUTO, 256, 64, 1), (AUTO, 1024, 64, 4), (AUTO, 1024, 6, 2), (AUTO, 9999, 64, 8),
-     (AUTO, 1024, 2, 1)],
+    ("asked", "max_num_seqs", "replicas", "cores", "count"),
+    [(3, 8, 1, 2, 3), (AUTO, 256, 1, 64, 1), (AUTO, 1024, 1, 64, 4), (AUTO, 1024, 1, 6, 2),
+     (AUTO, 9999, 1, 64, 8), (AUTO, 1024, 1, 2, 1), (AUTO, 256, 3, 64, 3)],
 )  # fmt: skip
 def test_auto_is_as_many_as_are_of_use(
-    asked: int, max_num_seqs: int, cores: int, count: int
+    asked: int, max_num_seqs: int, replicas: int, cores: int, count: int
 ) -> None:
     scheduler = SimpleNamespace(max_num_seqs=max_num_seqs)
-    config = SimpleNamespace(scheduler_config=scheduler, decisions=DecisionLog())
+    config = SimpleNamespace(
+        scheduler_config=scheduler,
+        parallel_config=SimpleNamespace(local_ranks=range(replicas)),
+        decisions=DecisionLog(),
+    )
     assert choose_count(asked, cast(VllmConfig, config), cores) == count
     made = [one for one in config.decisions.decisions() if one.what == "API server processes"]
     assert [one.chosen for one in made] == ([str(count)] if asked == AUTO else [])

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig
 from vllm.entrypoints.api_processes.supervisor import Supervisor
 from vllm.entrypoints.listening import bind_another
 from vllm.entrypoints.openai.cli_args import AUTO, FrontEndArgs
+from vllm.entrypoints.utils import most_running
 from vllm.logger import init_logger
 from vllm.v1.executor.abstract import Executor
 
@@ -55,12 +56,12 @@ def choose_count(asked: int, vllm_config: VllmConfig, num_cores: int | None = No
     if asked != AUTO:
         return asked
     num_cores = num_cores or len(os.sched_getaffinity(0))
-    most_requests = vllm_config.scheduler_config.max_num_seqs
+    most_requests = most_running(vllm_config)
     useful = math.ceil(most_requests / _REQUESTS_EACH)
     count = max(1, min(useful, num_cores - _OTHER_CORES, _MOST))
     why = (
-        f"one per {_REQUESTS_EACH} of --max-num-seqs {most_requests}, on {num_cores} cores of "
-        f"which the engine needs {_OTHER_CORES}"
+        f"one per {_REQUESTS_EACH} of {most_requests} requests (--max-num-seqs of all replicas), "
+        f"on {num_cores} cores of which the engine needs {_OTHER_CORES}"
     )
     vllm_config.decisions.record("API server processes", count, why)
     return count

@@ -40,7 +40,7 @@ _FRONT_END = frozenset(
         "trust_request_chat_template",
     }
 )
-#: lines in flight per sequence that a step can hold: enough that no step waits for the next line
+#: lines in flight per sequence that steps can hold: enough that no step waits for the next line
 _LINES_PER_SEQUENCE = 2
 
 
@@ -82,6 +82,7 @@ async def _run(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.entrypoints.openai.run_batch import read_lines, run_batch
+    from vllm.entrypoints.utils import most_running
     from vllm.v1.engine.async_llm import AsyncLLM
 
     total = sum(1 for _ in read_lines(source))
@@ -89,11 +90,9 @@ async def _run(
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
             app = build_app(engine, front_end)
-            max_seqs = engine.vllm_config.scheduler_config.max_num_seqs
+            most_lines = _LINES_PER_SEQUENCE * most_running(engine.vllm_config)
             async with app.router.lifespan_context(app):
-                counts = await run_batch(
-                    app, read_lines(source), output, _LINES_PER_SEQUENCE * max_seqs, total
-                )
+                counts = await run_batch(app, read_lines(source), output, most_lines, total)
             if engine.errored:
                 raise engine.dead_error
             return counts

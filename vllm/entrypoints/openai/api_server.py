@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.routes import (
 from vllm.entrypoints.openai.siblings import Siblings
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.entrypoints.tally import Counted, Tallies
+from vllm.entrypoints.utils import most_running
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -99,7 +100,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: T
     if args.max_queued_requests is not None:
         app.add_middleware(
             QueueLimit,
-            max_running=server.engine.vllm_config.scheduler_config.max_num_seqs,
+            max_running=most_running(server.engine.vllm_config),
             max_queued=args.max_queued_requests,
             tally=tallies.of(Counted.GENERATING),
         )

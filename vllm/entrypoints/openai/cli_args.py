@@ -86,8 +86,8 @@ class FrontEndArgs:
     )
     max_queued_requests: NonNegativeInt | None = option(
         default=None,
-        help="Generation requests accepted beyond --max-num-seqs; further ones get status 503 with "
-        "Retry-After. No limit if unset.",
+        help="Generation requests accepted beyond --max-num-seqs of all replicas; further ones get "
+        "status 503 with Retry-After. No limit if unset.",
     )
     request_timeout: PositiveFloat | None = option(
         default=None,
@@ -103,7 +103,7 @@ class FrontEndArgs:
         aliases=("-asc",),
         kind=FlagKind.LENGTH,
         help="API processes that share the port, in front of one engine; auto (-1): one per 256 of "
-        "--max-num-seqs, as far as there are cores.",
+        "--max-num-seqs of all replicas, as far as there are cores.",
     )
     api_server_death: Literal["replace", "stop"] = option(
         default="replace",

@@ -276,7 +276,7 @@ class QueueLimit(HttpMiddleware):
             HTTPStatus.SERVICE_UNAVAILABLE,
             "ServiceUnavailable",
             f"The server is busy: {self._limit} requests are in progress or waiting "
-            "(--max-num-seqs plus --max-queued-requests). Please try again later.",
+            "(--max-num-seqs of each replica plus --max-queued-requests). Please try again later.",
         )
         # The body is unread, so the connection cannot carry another request.
         headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}
