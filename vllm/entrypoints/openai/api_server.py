@@ -130,7 +130,9 @@ def _add_middleware(
     routes = [route for route in found if isinstance(route, APIRoute)]
     app.add_middleware(
         HttpMetrics,
-        routes=frozenset((route.path, method) for route in routes for method in route.methods),
+        routes=frozenset(
+            (route.path, method) for route in routes for method in route.methods or ()
+        ),
     )
     app.add_middleware(HeadRequests)
     app.add_middleware(DirectSend, outermost=not args.middleware)
