@@ -98,8 +98,30 @@ def extensions(target: str) -> list[Extension]:
     """What `target` compiles on this machine."""
     if target == "empty":
         return []
+    try:
+        nvcc = find_nvcc()
+    except CompileError as error:  # outside of a command, setuptools would show a trace
+        raise SystemExit(f"error: {error}") from None
     cpu, cuda = (Extension(f"vllm.{name}", sources=[]) for name in ("_C_cpu", "_C_cuda"))
-    return [cpu] if target == "cpu" and find_nvcc() is None else [cpu, cuda]
+    return [cpu] if target == "cpu" and nvcc is None else [cpu, cuda]
+
+
+def num_jobs() -> int:
+    """Compilers at once."""
+    wanted = os.environ.get("MAX_JOBS", "")
+    if wanted and not (wanted.isdecimal() and int(wanted) > 0):
+        raise CompileError(f"MAX_JOBS={wanted} is no number of compilers: give 1 or more")
+    return int(wanted) if wanted else os.cpu_count() or 1
+
+
+def forget_other_compilers(build: Path, compilers: dict[str, str]) -> None:
+    """Remove a build of another compiler: CMake would look for it again, without its settings."""
+    cache = build / "CMakeCache.txt"
+    if not cache.exists():
+        return
+    found = dict(re.findall(r"^(\w+):\w+=(.+)$", cache.read_text(), re.MULTILINE))
+    if any(found.get(name, path) != path for name, path in compilers.items() if path):
+        shutil.rmtree(build)
 
 
 class CMakeBuild(build_ext):
@@ -126,15 +148,17 @@ class CMakeBuild(build_ext):
             "ninja", path=str(Path(sys.executable).parent)
         )
         build = ROOT / "build" / ("cmake-ninja" if ninja else "cmake-make")
+        nvcc = find_nvcc() or ""
+        forget_other_compilers(build, {"CMAKE_CXX_COMPILER": compiler, "VLLM_CUDA": nvcc})
         build.mkdir(parents=True, exist_ok=True)
         generator = (
             ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else ["-G", "Unix Makefiles"]
         )
-        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        jobs = str(num_jobs())
         self.run_cmake(
             [cmake, "-S", str(ROOT), "-B", str(build), *generator]
             + [f"-DVLLM_TORCH_DIR={torch}", f"-DCMAKE_CXX_COMPILER={compiler}"]
-            + [f"-DVLLM_CUDA={find_nvcc() or ''}"]
+            + [f"-DVLLM_CUDA={nvcc}"]
         )
         self.run_cmake([cmake, "--build", str(build), "--target", output.stem, "--parallel", jobs])
         output.parent.mkdir(parents=True, exist_ok=True)

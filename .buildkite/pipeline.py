@@ -21,7 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+try:
+    import yaml
+except ImportError:
+    raise SystemExit(
+        "error: the agent that uploads the pipeline needs PyYAML: pip install pyyaml"
+    ) from None
 
 _ROOT = Path(__file__).resolve().parent.parent
 _AREAS = _ROOT / ".buildkite" / "test_areas"
@@ -77,9 +82,13 @@ def _changed_files() -> list[str] | None:
     if not base:
         return None
     command = ["git", "diff", "--name-only", f"origin/{base}...HEAD"]
-    return subprocess.run(
-        command, cwd=_ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(
+            f"error: `{' '.join(command)}` failed: {done.stderr.strip()}\n"
+            f"fetch the base branch and its history first: git fetch origin {base}"
+        )
+    return done.stdout.splitlines()
 
 
 def emit() -> None:

@@ -216,7 +216,8 @@ class TokenExecutor(Executor):
 def main() -> int:
     from vllm.entrypoints.api_processes.process import APPLICATION
     from vllm.entrypoints.api_processes.serve import serve_together
-    from vllm.entrypoints.launcher import bind, serve
+    from vllm.entrypoints.launcher import serve
+    from vllm.entrypoints.listening import bound
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.entrypoints.openai.cli_args import FrontEndArgs
     from vllm.utils.fork_server import fork_server
@@ -252,14 +253,15 @@ def main() -> int:
             options.reasoning_tokens,
         )
         if args.api_server_count != 1:
-            with fork_server(APPLICATION):
-                return serve_together(bind(args, shared=True), args, config, TokenExecutor)
-        return serve(
-            bind(args),
-            args,
-            lambda: AsyncLLM(config, TokenExecutor),
-            lambda engine: build_app(engine, args),
-        )
+            with fork_server(APPLICATION), bound(args, shared=True) as first:
+                return serve_together(first, args, config, TokenExecutor)
+        with bound(args) as sock:
+            return serve(
+                sock,
+                args,
+                lambda: AsyncLLM(config, TokenExecutor),
+                lambda engine: build_app(engine, args),
+            )
 
 
 if __name__ == "__main__":

@@ -74,6 +74,43 @@ def test_nvcc_is_searched_in_order(
         build.find_nvcc()
 
 
+def test_an_nvcc_that_is_not_there_ends_without_a_trace(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDACXX", "/nowhere/nvcc")
+    with pytest.raises(SystemExit, match="error: CUDACXX=/nowhere/nvcc is not an executable"):
+        build.extensions("cpu")
+
+
+def test_the_number_of_compilers(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "3")
+    assert build.num_jobs() == 3
+    monkeypatch.setenv("MAX_JOBS", "")
+    assert build.num_jobs() >= 1
+    for wrong in ("0", "-1", "many"):
+        monkeypatch.setenv("MAX_JOBS", wrong)
+        with pytest.raises(CompileError, match=f"MAX_JOBS={wrong} is no number"):
+            build.num_jobs()
+
+
+def test_a_build_of_another_compiler_is_forgotten(build: ModuleType, tmp_path: Path) -> None:
+    """CMake forgets where torch is when it finds that the compiler has changed."""
+    folder = tmp_path / "cmake"
+
+    def stays(cxx: str, nvcc: str) -> bool:
+        folder.mkdir(exist_ok=True)
+        (folder / "CMakeCache.txt").write_text(
+            "CMAKE_CXX_COMPILER:STRING=/usr/bin/c++\nVLLM_CUDA:FILEPATH=/cuda/nvcc\n"
+        )
+        build.forget_other_compilers(folder, {"CMAKE_CXX_COMPILER": cxx, "VLLM_CUDA": nvcc})
+        return folder.exists()
+
+    assert stays("/usr/bin/c++", "/cuda/nvcc") and stays("/usr/bin/c++", "")
+    assert not stays("/usr/bin/clang++", "/cuda/nvcc")
+    assert not stays("/usr/bin/c++", "/other/nvcc")
+    build.forget_other_compilers(folder, {"CMAKE_CXX_COMPILER": "/usr/bin/c++"})
+
+
 def test_a_build_without_nvcc(
     build: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

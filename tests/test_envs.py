@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm import envs
 from vllm.envs_table import TABLE
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
@@ -56,6 +63,11 @@ def test_values_are_read_at_look_up(
         ("VLLM_KV_CACHE_LAYOUT", "HWC"),
         ("VLLM_TARGET_DEVICE", "tpu"),
         ("VLLM_PP_LAYER_PARTITION", "half"),
+        ("VLLM_LOGGING_LEVEL", "loud"),
+        ("VLLM_LOG_STATS_INTERVAL", "often"),
+        ("VLLM_LOG_STATS_INTERVAL", "0"),
+        ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "0"),
+        ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "-1"),
     ],
 )
 def test_bad_values_name_the_variable(
@@ -64,6 +76,36 @@ def test_bad_values_name_the_variable(
     monkeypatch.setenv(name, text)
     with pytest.raises(ValueError, match=f"{name}='{text}'"):
         getattr(envs, name)
+    with pytest.raises(ValueError, match=f"{name}='{text}'"):
+        envs.check_variables()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file"),
+        ("[]", "."),
+        ('{"version": 1, "handlers": {"x": {"class": "no.Such"}}}', "handler 'x'.*No module"),
+    ],
+)
+def test_a_bad_logging_file_is_named(content: str | None, reason: str, tmp_path: Path) -> None:
+    """It is read with the first import, when nothing could say what the matter is."""
+    path = tmp_path / "logging.json"
+    if content is not None:
+        path.write_text(content)
+    code = "from vllm import envs; envs.check_variables()"
+    env = {**os.environ, "VLLM_LOGGING_CONFIG_PATH": str(path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(f"VLLM_LOGGING_CONFIG_PATH='.*logging.json': .*{reason}", last), done.stderr
+
+
+def test_variables_without_effect_may_have_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes says so of a service that is called vllm."""
+    monkeypatch.setenv("VLLM_PORT", "tcp://10.0.0.1:8000")
+    envs.check_variables()
 
 
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,18 @@ def unknown_variables() -> list[str]:
     return sorted(n for n in os.environ if n.startswith("VLLM_") and n not in TABLE)
 
 
+def check_variables() -> None:
+    """`VLLMValidationError` for a variable that cannot be read: many are looked up only when a
+    request runs. Those that have no effect may have any value."""
+    from vllm.logger import configuration_problem
+
+    if problem := configuration_problem():
+        raise VLLMValidationError(problem)
+    for variable in TABLE.values():
+        if not variable.instead:
+            _read(variable)
+
+
 def warn_unknown_variables() -> None:
     """Log one warning that lists unknown `VLLM_*` variables, which are often typing errors, and one
     for each that has no effect."""

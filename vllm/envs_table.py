@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment variables that are read, with type, default and meaning."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from vllm.logger import LEVELS
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,36 @@ def _rpc_base() -> str:
     return tempfile.gettempdir()
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise ValueError("expected more than 0")
+        return value
+
+    return parse
+
+
+def _not_negative(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError("expected 0 or more")
+    return value
+
+
+def _level(text: str) -> str:
+    return _one_of(*LEVELS)(text.upper())
+
+
 _REPLICAS = "--data-parallel-size and --data-parallel-rank, and a part of CUDA_VISIBLE_DEVICES"
 _VARIABLES = (
     # logging and telemetry
     Variable("VLLM_CONFIGURE_LOGGING", _bool, True, "0 leaves logging to the application"),
-    Variable("VLLM_LOGGING_LEVEL", str.upper, "INFO", "level of the vllm loggers"),
+    Variable("VLLM_LOGGING_LEVEL", _level, "INFO", "level of the vllm loggers"),
     Variable("VLLM_LOGGING_CONFIG_PATH", _optional, None, "JSON file for logging.dictConfig"),
     Variable("VLLM_LOGGING_PREFIX", str, "", "text before each log line"),
-    Variable("VLLM_LOG_STATS_INTERVAL", float, 10.0, "seconds between throughput log lines"),
+    Variable(
+        "VLLM_LOG_STATS_INTERVAL", _positive(float), 10.0, "seconds between throughput log lines"
+    ),
     Variable("VLLM_NO_USAGE_STATS", _bool, False, "accepted; nothing is ever reported"),
     Variable("VLLM_DO_NOT_TRACK", _bool, False, "accepted; nothing is ever reported"),
     Variable("VLLM_STARTUP_PHASES", _optional, None, "file for the phases of the start"),
@@ -88,10 +113,12 @@ _VARIABLES = (
     Variable("VLLM_ENABLE_V1_MULTIPROCESSING", _bool, True, "0 runs the engine core in process"),
     Variable("VLLM_ALLOW_INSECURE_SERIALIZATION", _bool, False, "pickle callables over RPC"),
     Variable("VLLM_RPC_BASE_PATH", str, _rpc_base, "directory of the engine's IPC sockets"),
-    Variable("VLLM_ENGINE_READY_TIMEOUT_S", int, 600, "seconds to wait for the engine's start"),
+    Variable(
+        "VLLM_ENGINE_READY_TIMEOUT_S", _positive(int), 600, "seconds to wait for the engine's start"
+    ),
     Variable(
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS",
-        int,
+        _positive(int),
         None,
         "seconds to wait for one step; by default 300, and 20 with workers on several GPUs",
     ),
@@ -106,7 +133,9 @@ _VARIABLES = (
     Variable("VLLM_PORT", int, None, "unused", "--master-port"),
     # server
     Variable("VLLM_API_KEY", _optional, None, "key that HTTP requests must present"),
-    Variable("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", int, 5, "seconds an idle connection is kept"),
+    Variable(
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _not_negative, 5, "seconds an idle connection is kept"
+    ),
     Variable("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", _bool, False, "keep serving errors"),
     Variable("VLLM_RESTARTS", str, "", "set by --on-failure restart: when the server restarted"),
     Variable("VLLM_SERVER_DEV_MODE", _bool, False, "mount the development routes"),

@@ -56,9 +56,37 @@ def test_dependencies_exist(pipeline: ModuleType) -> None:
 
 
 def test_untouched_steps_are_left_out(pipeline: ModuleType) -> None:
+    parity = next(s for s in pipeline.load_steps() if s.group == "Parity")
+    assert parity.touched_by(["csrc/cpu/norm.cpp"]) and parity.touched_by(None)
+    assert not parity.touched_by(["README.md"])
+
+
+def test_what_every_lane_runs_on_runs_every_lane(pipeline: ModuleType) -> None:
+    """The build, the versions of dependencies and the engine; helpers of tests the CPU lanes."""
+    build = ["Makefile", "pyproject.toml", "setup.py", "CMakeLists.txt", "csrc/cuda/x.cu"]
+    for step in pipeline.load_steps():
+        for path in (*build, "vllm/transformers_utils/configs/x.py"):
+            assert step.touched_by([path]), (step.label, path)
+        if step.device is None:
+            assert step.touched_by(["tests/tiny_configs.py"]), step.label
+
+
+def test_what_unit_tests_read_runs_them(pipeline: ModuleType) -> None:
+    """Among them are the tests of the documentation, the benchmarks and this pipeline."""
     unit = next(s for s in pipeline.load_steps() if s.group == "Unit" and s.device is None)
-    assert unit.touched_by(["csrc/cpu/norm.cpp"]) and unit.touched_by(None)
-    assert not unit.touched_by(["README.md"])
+    folders = ("benchmarks", "docs", "examples", ".buildkite")
+    for path in (*(f"{folder}/x" for folder in folders), "README.md", "Makefile", "MANIFEST.in"):
+        assert unit.touched_by([path]), path
+
+
+def test_a_base_branch_that_is_not_there_is_named(
+    pipeline: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUILDKITE_PULL_REQUEST_BASE_BRANCH", "no-such-branch")
+    with pytest.raises(
+        SystemExit, match="(?s)origin/no-such-branch.*git fetch origin no-such-branch"
+    ):
+        pipeline.emit()
 
 
 def test_an_unknown_key_is_an_error(

@@ -40,6 +40,13 @@ def test_paths_are_accepted(llama: str) -> None:
     assert (model.model, model.tokenizer) == (llama, "/t")
 
 
+@pytest.mark.parametrize("names", [[""], ["a", ""]])
+def test_an_empty_served_name_is_refused(llama: str, names: list[str]) -> None:
+    """As of a variable that is not set: --served-model-name "$NAME"."""
+    with pytest.raises(VLLMValidationError, match="--served-model-name: a name is empty"):
+        ModelConfig(llama, served_model_name=names)
+
+
 def test_sizes_come_from_the_text_part(hybrid: str) -> None:
     model = ModelConfig(hybrid)
     assert model.is_hybrid and model.hf_text_config is model.hf_config.text_config

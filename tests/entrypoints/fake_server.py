@@ -2,12 +2,14 @@
 """A whole server process around the fake engine: `python -m tests.entrypoints.fake_server FLAGS`.
 
 FAKE_ENGINE selects a behaviour: `hang` generates two tokens and waits, `fail` does not start,
-`slow` takes a while to start, `die` dies half a second after the first request.
+`slow` takes a while to start, `die` dies half a second after the first request, `overtaken` starts
+while another server begins to listen at the port.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -16,7 +18,8 @@ from typing import Any
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM
 from vllm.entrypoints.cli.main import report_failure
-from vllm.entrypoints.launcher import bind, serve
+from vllm.entrypoints.launcher import serve
+from vllm.entrypoints.listening import bound, listen
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
@@ -33,7 +36,11 @@ class DyingEngine(FakeAsyncLLM):
         yield
 
 
-def make_engine() -> FakeAsyncLLM:
+#: open until the process ends
+_OTHER_SERVER = contextlib.ExitStack()
+
+
+def make_engine(args: FrontEndArgs) -> FakeAsyncLLM:
     behaviour = os.environ.get("FAKE_ENGINE", "")
     if behaviour == "fail":
         raise RuntimeError("no such checkpoint\n  at /nowhere")
@@ -41,6 +48,8 @@ def make_engine() -> FakeAsyncLLM:
         print("starting", flush=True)
         for _ in range(6000):  # short sleeps: a signal just before a long one would wait for it
             time.sleep(0.01)
+    if behaviour == "overtaken":
+        listen(_OTHER_SERVER.enter_context(bound(args)), args)
     engine = DyingEngine() if behaviour == "die" else FakeAsyncLLM()
     if behaviour == "hang":
         engine.hang_after = 2
@@ -52,7 +61,10 @@ def main() -> int:
     add_dataclass_flags(parser, FrontEndArgs, "Frontend")
     try:
         args = FrontEndArgs.from_cli_args(parser.parse_args())
-        return serve(bind(args), args, make_engine, lambda engine: build_app(engine, args))
+        with bound(args) as sock:
+            return serve(
+                sock, args, lambda: make_engine(args), lambda engine: build_app(engine, args)
+            )
     except Exception as error:
         report_failure("serve", error)
         return 1

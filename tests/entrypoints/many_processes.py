@@ -17,7 +17,7 @@ from vllm.config import ParallelConfig, VllmConfig
 from vllm.entrypoints.api_processes import process
 from vllm.entrypoints.api_processes.serve import serve_together
 from vllm.entrypoints.cli.main import report_failure
-from vllm.entrypoints.launcher import bind
+from vllm.entrypoints.listening import bound
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser, add_dataclass_flags
 from vllm.utils.fork_server import fork_server
@@ -65,8 +65,8 @@ def main() -> int:
             process._ORPHAN_GRACE_S = float(
                 os.environ.get("ORPHAN_GRACE_S", process._ORPHAN_GRACE_S)
             )
-            with fork_server(process.APPLICATION):
-                return serve_together(bind(args, shared=True), args, config, SleepingExecutor)
+            with fork_server(process.APPLICATION), bound(args, shared=True) as first:
+                return serve_together(first, args, config, SleepingExecutor)
         except Exception as error:
             report_failure("serve", error)
             return 1

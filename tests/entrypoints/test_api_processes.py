@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -321,6 +322,40 @@ def test_a_unix_socket_and_a_server_that_stops_with_its_process(tmp_path: Path) 
         server.popen.kill()
 
 
+@pytest.mark.parametrize("over_uds", [False, True])
+def test_a_server_that_stops_answers_everyone_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over_uds: bool
+) -> None:
+    """Processes without requests end at once: what connects goes to those that still run one. A
+    second signal ends these, too."""
+    with tempfile.TemporaryDirectory() as temporary:  # its name is short enough for a socket's
+        monkeypatch.setenv("TMPDIR", temporary)
+        path = f"{temporary}/socket" if over_uds else None
+        flags = ["-asc", "3", "--shutdown-timeout", "600"]
+        server = Server(tmp_path / "log", *flags, uds=path).ready()
+        try:
+            wait_until(lambda: len(server.serving()) == 3)
+            stream = Stream(server, 2000)
+            wait_until(lambda: bool(stream.ids))
+            server.popen.send_signal(signal.SIGTERM)
+            wait_until(lambda: len(server.serving()) == 1)
+            wait_until(lambda: _answers(server) == 503)
+            assert [server.get("/health").status_code for _ in range(12)] == [503] * 12
+            server.popen.send_signal(signal.SIGTERM)
+            assert server.popen.wait(60) == 130
+            assert os.listdir(temporary) == []
+        finally:
+            server.popen.kill()
+
+
+def _answers(server: Server) -> int | None:
+    """Status of `/health`; None where the process ended with the connection."""
+    try:
+        return server.get("/health").status_code
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        return None
+
+
 def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "-asc", "2").ready()
     try:
@@ -340,15 +375,19 @@ def test_the_engines_death_ends_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "max_num_seqs", "cores", "count"),
-    [(3, 8, 2, 3), (AUTO, 256, 64, 1), (AUTO, 1024, 64, 4), (AUTO, 1024, 6, 2), (AUTO, 9999, 64, 8),
-     (AUTO, 1024, 2, 1)],
+    ("asked", "max_num_seqs", "replicas", "cores", "count"),
+    [(3, 8, 1, 2, 3), (AUTO, 256, 1, 64, 1), (AUTO, 1024, 1, 64, 4), (AUTO, 1024, 1, 6, 2),
+     (AUTO, 9999, 1, 64, 8), (AUTO, 1024, 1, 2, 1), (AUTO, 256, 3, 64, 3)],
 )  # fmt: skip
 def test_auto_is_as_many_as_are_of_use(
-    asked: int, max_num_seqs: int, cores: int, count: int
+    asked: int, max_num_seqs: int, replicas: int, cores: int, count: int
 ) -> None:
     scheduler = SimpleNamespace(max_num_seqs=max_num_seqs)
-    config = SimpleNamespace(scheduler_config=scheduler, decisions=DecisionLog())
+    config = SimpleNamespace(
+        scheduler_config=scheduler,
+        parallel_config=SimpleNamespace(local_ranks=range(replicas)),
+        decisions=DecisionLog(),
+    )
     assert choose_count(asked, cast(VllmConfig, config), cores) == count
     made = [one for one in config.decisions.decisions() if one.what == "API server processes"]
     assert [one.chosen for one in made] == ([str(count)] if asked == AUTO else [])

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm.entrypoints.api_processes.supervisor import Supervisor
+from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.v1.engine.exceptions import EngineDeadError
 
 
@@ -24,7 +26,8 @@ async def test_the_status_is_of_an_engine_that_died_though_its_end_is_heard_late
     process: Any = SimpleNamespace(
         place=0, port=None, process=SimpleNamespace(sentinel=reading, join=lambda: None)
     )
-    supervisor = Supervisor([], None, None, None, False)  # type: ignore[arg-type]
+    sock = socket.socket()
+    supervisor = Supervisor([sock], FrontEndArgs(), None, None, False)  # type: ignore[arg-type]
     supervisor._core = SimpleNamespace(dead=dead)  # type: ignore[assignment]
     supervisor._processes = {0: process}
     supervisor._all_gone = asyncio.Event()
@@ -33,4 +36,5 @@ async def test_the_status_is_of_an_engine_that_died_though_its_end_is_heard_late
     os.close(writing)
     await asyncio.wait_for(supervisor._all_gone.wait(), 60)
     os.close(reading)
+    assert sock.fileno() == -1, "nobody accepts what it would go on to take"
     assert supervisor._exit_code == expected

@@ -98,7 +98,7 @@ def test_requests_do_not_parse_the_template_again(monkeypatch: pytest.MonkeyPatc
     def parsed_again(text: str) -> None:
         raise AssertionError(f"{text!r} is parsed again")
 
-    monkeypatch.setattr(hf, "_parse", parsed_again)
+    monkeypatch.setattr(hf, "parse_template", parsed_again)
     assert [ask(template) for ask in questions] == answers
 
 
@@ -126,6 +126,10 @@ def test_loading_a_template(tmp_path: Path) -> None:
     assert load_chat_template(None) is None
     with pytest.raises(VLLMValidationError, match="no-such.jinja"):
         load_chat_template("no-such.jinja")
+    file.write_text("{% if %}")
+    for wrong in (file, "{% if %}", "{{ x"):
+        with pytest.raises(VLLMValidationError, match="the chat template is not valid Jinja"):
+            load_chat_template(wrong)
 
 
 def test_contents() -> None:

@@ -131,6 +131,11 @@ def test_choice_of_model(caplog: pytest.LogCaptureFixture) -> None:
             {"log_config_file": "f", "disable_access_log_for_endpoints": "/health"},
             "no effect with --log-config-file",
         ),
+        (
+            {"disable_access_log_for_endpoints": "/ping, health"},
+            "--disable-access-log-for-endpoints: 'health' is no path.*as in /health",
+        ),
+        ({"max_log_len": -5}, "--max-log-len"),
         ({"reasoning_parser": "x"}, "reasoning parser 'x'; available: deepseek_r1"),
         ({"tool_call_parser": "x"}, "tool call parser 'x'; available: "),
         ({"enable_auto_tool_choice": True}, "--enable-auto-tool-choice needs --tool-call-parser"),

@@ -22,7 +22,7 @@ import pytest
 
 from tests.forked_python import ForkedPython
 from tests.ports import free_port
-from vllm.entrypoints.launcher import bind, check_certificates
+from vllm.entrypoints.launcher import check_certificates
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
 
@@ -239,26 +239,26 @@ def test_port_in_use_fails_before_the_engine(start: Start) -> None:
     assert "starting" not in output
 
 
+def test_a_port_lost_while_starting_ends_the_server(start: Start) -> None:
+    """It would seem to serve, and no request would ever reach it."""
+    process = start("overtaken")
+    status, output = process.wait()
+    assert status == 1
+    assert "listening on" not in output
+    last = output.strip().splitlines()[-1]
+    assert f"cannot listen on 127.0.0.1:{process.port}: Address already in use" in last
+
+
 def test_missing_certificate_is_named() -> None:
     check_certificates(FrontEndArgs())
     with pytest.raises(VLLMValidationError, match="--ssl-certfile /none.*No such file"):
         check_certificates(FrontEndArgs(ssl_certfile="/none", ssl_keyfile="/none"))
 
 
-def test_bind_reports_the_address() -> None:
-    sock = bind(FrontEndArgs(host="127.0.0.1", port=0))
-    port = sock.getsockname()[1]
-    sock.listen()
-    with pytest.raises(VLLMValidationError, match=f"127.0.0.1:{port}.*choose another"):
-        bind(FrontEndArgs(host="127.0.0.1", port=port))
-    sock.close()
-    with pytest.raises(VLLMValidationError, match="cannot listen"):
-        bind(FrontEndArgs(host="192.0.2.1", port=0))
-
-
-def test_unix_socket(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("times", "status"), [(1, 0), (2, 130)])
+def test_unix_socket(start: Start, tmp_path: Path, times: int, status: int) -> None:
     path = str(tmp_path / "server.sock")
-    process = start("", "--uds", path)
+    process = start("hang", "--uds", path)
     client = httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x")
     for _ in range(2400):
         try:
@@ -266,8 +266,16 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
             break
         except httpx.TransportError:
             time.sleep(0.05)
+    assert os.path.exists(path)
+    open_streams: list[httpx.Response] = []
+    if times == 2:
+        stream = {"prompt": "hi", "stream": True, "max_tokens": 5}
+        request = client.build_request("POST", "/v1/completions", json=stream)
+        open_streams.append(client.send(request, stream=True))
+        process.signal(signal.SIGTERM)
+        process.printed("finishing running requests")
     process.signal(signal.SIGTERM)
-    assert process.wait()[0] == 0
+    assert process.wait()[0] == status
     assert not os.path.exists(path)
 
 

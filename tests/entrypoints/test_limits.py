@@ -103,6 +103,20 @@ async def test_a_full_queue_answers_503_with_retry_after(
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def test_every_replica_may_be_full(make_client: MakeClient, engine: FakeAsyncLLM) -> None:
+    """Two run on each of three replicas, none waits."""
+    engine.vllm_config.parallel_config.local_ranks = range(3)
+    client = make_client(max_queued_requests=0)
+    engine.hang_after = 0
+    body = {"prompt": "hi", "max_tokens": 4}
+    waiting = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(6)]
+    await until(lambda: len(engine.running) == 6)
+    assert (await client.post("/v1/completions", json=body)).status_code == 503
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
 async def test_refused_and_failed_requests_give_their_place_back(
     make_client: MakeClient, engine: FakeAsyncLLM
 ) -> None:

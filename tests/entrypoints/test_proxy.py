@@ -315,6 +315,7 @@ def test_connections_are_those_of_servers(monkeypatch: pytest.MonkeyPatch) -> No
             ["--prefill", "http://a", "--decode", "http://b", "--health-interval", "0"],
             "--health-interval must be",
         ),
+        (["--prefill", "http://a", "--decode", "http://b", "--port", "99999"], "--port"),
     ],
 )
 def test_flags_are_checked(

@@ -178,6 +178,20 @@ async def test_http_metrics(client: httpx.AsyncClient) -> None:
     assert 'http_request_duration_seconds_count{handler="/metrics",method="GET"}' in text
 
 
+async def test_what_is_refused_before_its_route_is_counted_with_it(make_client: MakeClient) -> None:
+    client = make_client(api_key=["k"])
+    before = requests_counted((await client.get("/metrics")).text)
+    for path in ("/v1/completions", "/v1/models/x", "/v1/nowhere"):
+        assert (await client.post(path, json={})).status_code == 401
+    after = requests_counted((await client.get("/metrics")).text)
+    added = {name: count - before.get(name, 0) for name, count in after.items()}
+    for labels, count in (
+        ('handler="/v1/completions",method="POST",status="401"', 1),
+        ('handler="none",method="none",status="401"', 2),
+    ):
+        assert added[f"http_requests_total{{{labels}}}"] == count
+
+
 async def test_a_byte_order_mark_is_no_part_of_a_body(client: httpx.AsyncClient) -> None:
     body = '{"prompt": "hi", "max_tokens": 1}'.encode("utf-8-sig")
     headers = {"content-type": "application/json; charset=utf-8"}

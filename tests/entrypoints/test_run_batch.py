@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,9 +116,6 @@ async def test_requests_in_flight_are_bounded(engine: FakeAsyncLLM) -> None:
 
 @pytest.fixture
 def fake_start(monkeypatch: pytest.MonkeyPatch, engine: FakeAsyncLLM) -> FakeAsyncLLM:
-    engine.vllm_config = SimpleNamespace(  # type: ignore[assignment]
-        scheduler_config=SimpleNamespace(max_num_seqs=2)
-    )
     monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda args: engine)
     return engine
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm.entrypoints.access_log import WithoutPaths, log_config
+from vllm.entrypoints.access_log import WithoutPaths, check_log_config, log_config
 from vllm.entrypoints.launcher import refresh_certificates
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.sampling import resolve_max_tokens
@@ -155,3 +155,20 @@ def test_log_config_file(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(VLLMValidationError, match="--log-config-file"):
         log_config(FrontEndArgs(log_config_file=str(file)))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[]", "expected a JSON object"),
+        ('{"version": 1, "handlers": {"x": {"class": "no.Such"}}}', "'x'.*No module named 'no'"),
+        ('{"version": 2}', "Unsupported version"),
+    ],
+)
+def test_what_logging_cannot_do_is_found_before_the_model_is_loaded(
+    content: str, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "log.json"
+    file.write_text(content)
+    with pytest.raises(VLLMValidationError, match=f"--log-config-file .*log.json: .*{reason}"):
+        check_log_config(FrontEndArgs(log_config_file=str(file)))

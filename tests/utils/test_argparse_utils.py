@@ -226,6 +226,8 @@ def test_command_line_is_stronger_than_the_file(
         ("a: [", "not valid YAML"),
         ("enable-it: 3", "must be true or false"),
         ("level: x", "invalid int value"),
+        ("path:", "path has no value; give it one or leave it out"),
+        ("config: more.yaml", "a flag file cannot name another one"),
     ],
 )
 def test_bad_config_file(
@@ -238,6 +240,27 @@ def test_bad_config_file(
     with pytest.raises(SystemExit):
         parser.parse_args(["--config", write_yaml(tmp_path, text)])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["0123", "1.10", "1_000", "yes", "2026-11-29", "null-ish", "1e3"])
+def test_text_is_taken_as_the_file_writes_it(
+    parser: FlexibleArgumentParser, tmp_path: Path, text: str
+) -> None:
+    """YAML takes the key 0123 for 83, the name 1.10 for 1.1, and yes for true."""
+    args = parser.parse_args(
+        ["--config", write_yaml(tmp_path, f"path: {text}\nnames: [{text}, b]\nlevel: 7")]
+    )
+    assert (args.path, args.names, args.level) == (text, [text, "b"], 7)
+
+
+def test_a_config_file_of_another_encoding_is_named(
+    parser: FlexibleArgumentParser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flags.yaml"
+    path.write_bytes(b"path: \xff\xfe")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--config", str(path)])
+    assert f"--config {path}: not valid YAML" in capsys.readouterr().err
 
 
 def test_config_file_switches(parser: FlexibleArgumentParser, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from vllm.benchmarks.offline import save_json
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +64,8 @@ def add_cli_args(parser: FlexibleArgumentParser) -> None:
 def main(namespace: argparse.Namespace) -> int:
     """Run the prediction."""
     args = from_namespace(AcceptanceArgs, namespace)
+    for name in ("output_json", "plot"):
+        check_file(name, getattr(args, name))
     for name in ("model", "drafter", "dataset"):
         if not getattr(args, name):
             raise VLLMValidationError(f"--{name} must be given", name)

@@ -20,6 +20,7 @@ from vllm.benchmarks.offline import (
 )
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -54,6 +55,7 @@ def add_cli_args(parser: FlexibleArgumentParser) -> None:
 def main(namespace: argparse.Namespace) -> int:
     """Run the benchmark."""
     args = from_namespace(LatencyArgs, namespace)
+    check_file("output_json", args.output_json)
     seconds = run(args, namespace)
     result = summarize(seconds)
     print(f"Avg latency: {result['avg_latency']} seconds")

@@ -16,7 +16,6 @@ from vllm.engine.unsupported_flags import (
     check_unsupported,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import flag_name
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -59,15 +58,6 @@ def random_prompts(llm: LLM, count: int, length: int, seed: int | None) -> list[
     highest = min(_MAX_TOKEN_ID, llm.model_config.get_vocab_size())
     ids = np.random.default_rng(seed).integers(0, highest, (count, length))
     return [{"prompt_token_ids": row} for row in ids.tolist()]
-
-
-def check_file(parameter: str, path: str | None) -> None:
-    """Raise `VLLMValidationError`, before a long run, for a result file whose folder is missing."""
-    if path is not None and not Path(path).parent.is_dir():
-        folder = Path(path).parent
-        raise VLLMValidationError(
-            f"{flag_name(parameter)} {path}: no folder {folder}", parameter, path
-        )
 
 
 def save_json(path: str | None, result: dict[str, Any]) -> None:

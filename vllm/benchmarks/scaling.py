@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from vllm.benchmarks.offline import (
     add_engine_args,
-    check_file,
     check_length,
     make_llm,
     random_prompts,
@@ -28,6 +27,7 @@ from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, flag_name, option
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm import LLM

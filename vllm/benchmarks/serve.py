@@ -39,6 +39,7 @@ from vllm.entrypoints.cli.types import CommandError
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +71,7 @@ def main(namespace: argparse.Namespace) -> int:
     """
     args = from_namespace(ServeArgs, namespace)
     dataset = from_namespace(DatasetArgs, namespace)
+    _check_places(args)
     if args.plot:
         require_matplotlib()
     allow_many_connections()
@@ -247,7 +249,7 @@ def _report(
     errors = Counter(o.error for o in outcomes if o.error is not None)
     for error, count in errors.most_common(_SHOWN_ERRORS):
         print(f"{count} failed: {error}")
-    if args.save_result or args.append_result or args.save_detailed:
+    if args.saves:
         saved = {**result, **results.details(outcomes)} if args.save_detailed else result
         path = _result_path(args, target, result)
         results.save(path, saved, args.append_result)
@@ -257,6 +259,21 @@ def _report(
         plot(args.plot, outcomes, title, result.get("spec_decode_per_position_acceptance_rates"))
         print(f"saved: {args.plot}")
     return result
+
+
+def _check_places(args: ServeArgs) -> None:
+    """Raise `VLLMValidationError` where a result could not be written; makes `--result-dir`."""
+    check_file("plot", args.plot)
+    if not args.saves:
+        return
+    folder = Path(args.result_dir or ".")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise VLLMValidationError(
+            f"--result-dir {folder}: {error.strerror}", "result_dir", args.result_dir
+        ) from None
+    check_file("result_filename", folder / (args.result_filename or "x.json"))
 
 
 def _result_path(args: ServeArgs, target: _Target, result: dict[str, Any]) -> Path:

@@ -119,6 +119,11 @@ class ServeArgs:
         self.result_metadata()
         self.headers()
 
+    @property
+    def saves(self) -> bool:
+        """Whether a file of the result is asked for."""
+        return self.save_result or self.append_result or self.save_detailed
+
     def url(self) -> str:
         """The server, without a trailing slash."""
         host = f"[{self.host}]" if ":" in self.host else self.host

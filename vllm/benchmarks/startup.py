@@ -29,6 +29,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import add_dataclass_flags, flag_specs, from_namespace
 from vllm.utils.options import config, option
 from vllm.utils.phase_ledger import UNACCOUNTED, PhaseEvent, ledger
+from vllm.utils.result_file import check_file
 
 DESCRIPTION = (
     "Start a server several times, each in fresh processes, and report where the time goes until "
@@ -65,6 +66,7 @@ def server_part(argv: Sequence[str]) -> list[str]:
 def main(namespace: argparse.Namespace) -> int:
     """Run the benchmark."""
     args = from_namespace(StartupArgs, namespace)
+    check_file("output_json", args.output_json)
     serve_flags = server_part(namespace.argv)
     bar = trange(args.num_iters, desc="Starting", unit="start", dynamic_ncols=True)
     runs = [start_once(serve_flags) for _ in bar]

@@ -13,6 +13,7 @@ from vllm.benchmarks.offline import add_engine_args, check_length, make_llm, sav
 from vllm.benchmarks.outcome import Sample
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
 from vllm.utils.options import config, option
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -44,6 +45,7 @@ def add_cli_args(parser: FlexibleArgumentParser) -> None:
 def main(namespace: argparse.Namespace) -> int:
     """Run the benchmark."""
     args = from_namespace(ThroughputArgs, namespace)
+    check_file("output_json", args.output_json)
     dataset = from_namespace(DatasetArgs, namespace)
     result, prompt_tokens, output_tokens = run(args, dataset, namespace)
     print(

@@ -178,6 +178,12 @@ class ModelConfig:
         self.tokenizer = self.tokenizer or self.model
         self.tokenizer_revision = self.tokenizer_revision or self.revision
         self.served_model_name = self.served_model_name or self.model
+        if self.model and "" in self.served_names:
+            raise VLLMValidationError(
+                "--served-model-name: a name is empty; give one, or leave out the flag for the "
+                "model's own",
+                "served_model_name",
+            )
         if isinstance(self.hf_token, str):
             # the hub client reads it in every process and for every kind of file
             os.environ["HF_TOKEN"] = self.hf_token

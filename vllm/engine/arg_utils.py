@@ -159,6 +159,7 @@ class EngineArgs(_Fields):
         # Parsing flags needs no layers, connectors and devices.
         from vllm.engine.resolve import resolve
 
+        envs.check_variables()
         envs.warn_unknown_variables()
         log = decisions.DecisionLog()
         with log.current():

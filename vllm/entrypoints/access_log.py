@@ -3,11 +3,12 @@
 
 import json
 import logging
+import logging.config
 from typing import Any
 
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.logger import DATE_FORMAT, FORMAT, RecordFormatter
+from vllm.logger import DATE_FORMAT, FORMAT, RecordFormatter, explain
 
 _ACCESS = "uvicorn.access"
 
@@ -25,16 +26,25 @@ class WithoutPaths(logging.Filter):
         return str(record.args[2]).partition("?")[0] not in self.paths
 
 
+def check_log_config(args: FrontEndArgs) -> None:
+    """Log as `log_config` says; `VLLMValidationError` where a file says what cannot be done."""
+    try:
+        logging.config.dictConfig(log_config(args))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _file_error(args, explain(error)) from None
+
+
 def log_config(args: FrontEndArgs) -> dict[str, Any]:
     """For `logging.config.dictConfig`; raises `VLLMValidationError` for an unreadable file."""
     if args.log_config_file:
         try:
             with open(args.log_config_file, encoding="utf-8") as file:
-                return json.load(file)
+                content = json.load(file)
         except (OSError, ValueError) as error:
-            raise VLLMValidationError(
-                f"--log-config-file {args.log_config_file}: {error}", "log_config_file"
-            ) from None
+            raise _file_error(args, str(error)) from None
+        if not isinstance(content, dict):
+            raise _file_error(args, "expected a JSON object for logging.config.dictConfig")
+        return content
     hidden = [p.strip() for p in (args.disable_access_log_for_endpoints or "").split(",")]
     level = args.uvicorn_log_level.upper()
     level = "DEBUG" if level == "TRACE" else level
@@ -56,3 +66,9 @@ def log_config(args: FrontEndArgs) -> dict[str, Any]:
             _ACCESS: {"handlers": ["access"], "level": level, "propagate": False},
         },
     }
+
+
+def _file_error(args: FrontEndArgs, reason: str) -> VLLMValidationError:
+    return VLLMValidationError(
+        f"--log-config-file {args.log_config_file}: {reason}", "log_config_file"
+    )

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
-from vllm.renderers.hf import ContentFormat, resolve_chat_template
+from vllm.renderers.hf import ContentFormat, parse_template, resolve_chat_template
 
 #: older name, still imported by clients
 resolve_hf_chat_template = resolve_chat_template
@@ -19,21 +19,25 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
     """The text of a template given as a path or as inline Jinja; None stays None.
 
-    Raises `VLLMValidationError` when it is neither a readable file nor Jinja.
+    Raises `VLLMValidationError` when it is neither a readable file nor Jinja: what a server or an
+    `LLM` starts with would fail every conversation.
     """
     if chat_template is None:
         return None
     text = os.fspath(chat_template)
     if any(mark in text for mark in ("{{", "{%", "{#", "\n")):
+        parse_template(text)
         return text
     try:
         with open(text, encoding="utf-8") as file:
-            return file.read()
+            content = file.read()
     except OSError as error:
         raise VLLMValidationError(
             f"chat template {text!r} is neither inline Jinja nor a readable file: {error.strerror}",
             parameter="chat_template",
         ) from None
+    parse_template(content)
+    return content
 
 
 def parse_chat_messages(

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import decisions, envs
 from vllm.entrypoints.access_log import log_config
+from vllm.entrypoints.listening import BACKLOG, listen, remove_own_files
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Counted, Tallies
@@ -66,46 +67,6 @@ def raise_open_file_limit() -> None:
     decisions.PROCESS.record("open file limit", wanted, "every connection is an open file", soft)
 
 
-def bind(args: FrontEndArgs, shared: bool = False) -> socket.socket:
-    """A bound socket that does not listen yet, so readiness probes fail until the model is loaded.
-
-    `shared`: others may listen at the same address, and connections are spread over all.
-    Raises `VLLMValidationError` when the address cannot be had.
-    """
-    if args.uds:
-        return _bind_unix(args.uds)
-    family = socket.AF_INET6 if args.host and ":" in args.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if shared:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((args.host or "", args.port))
-    except OSError as error:
-        sock.close()
-        raise VLLMValidationError(
-            f"cannot listen on {args.host or '0.0.0.0'}:{args.port}: {error.strerror or error}; "
-            "choose another --host or --port",
-            "port",
-            args.port,
-        ) from None
-    return sock
-
-
-def _bind_unix(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(path)
-    except OSError as error:
-        sock.close()
-        raise VLLMValidationError(
-            f"cannot listen on {path}: {error.strerror}; remove the file or choose another --uds",
-            "uds",
-            path,
-        ) from None
-    return sock
-
-
 def check_certificates(args: FrontEndArgs) -> None:
     """Raise `VLLMValidationError` for TLS files or options that cannot be loaded."""
     if not args.ssl_certfile:
@@ -138,11 +99,7 @@ def serve(
     the engine's death; a failing start raises.
     """
     stop_start_at_signals()
-    try:
-        return run_server_loop(sock, args, make_engine, make_app, Tallies())
-    finally:
-        sock.close()
-        remove_unix_socket(args)
+    return run_server_loop(sock, args, make_engine, make_app, Tallies())
 
 
 def run_server_loop(
@@ -153,20 +110,14 @@ def run_server_loop(
     tallies: Tallies,
     take_stop: Callable[[Callable[[], None]], None] | None = None,
 ) -> int:
-    """As `serve`, of a socket that stays; `make_engine` and `make_app` run on the event loop.
+    """As `serve`, in a process that has its signals; `make_engine` and `make_app` run on the event
+    loop.
 
     `take_stop` is given what makes the server finish, as the first signal does.
     """
     # Templates and bodies are parsed in threads, and the event loop must not wait for them.
     with short_turns():
         return uvloop.run(_serve(sock, args, make_engine, make_app, tallies, take_stop))
-
-
-def remove_unix_socket(args: FrontEndArgs) -> None:
-    """Take away the file of `--uds`."""
-    if args.uds:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(args.uds)
 
 
 def stop_start_at_signals() -> None:
@@ -233,6 +184,7 @@ async def _serve(
         _install_signals(server, engine)
         if take_stop is not None:
             take_stop(server.finish)
+        listen(sock, args)
         helpers = [asyncio.create_task(_watch(server, engine))]
         if args.enable_ssl_refresh and args.ssl_certfile and args.ssl_keyfile:
             helpers.append(asyncio.create_task(refresh_certificates(server.config)))
@@ -256,6 +208,7 @@ def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvico
         app,
         http=limited_protocol(most, open_ones) if most else StreamingProtocol,
         ws="none",
+        backlog=BACKLOG,
         log_level=args.uvicorn_log_level,
         log_config=log_config(args),
         access_log=not args.disable_uvicorn_access_log,
@@ -279,6 +232,7 @@ def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
             logger.warning("%s again: exiting at once", name)
             with contextlib.suppress(Exception):
                 engine.shutdown(timeout=0)
+            remove_own_files()
             os._exit(_EXIT_FORCED)
         # Before the log line: a second signal may interrupt this handler anywhere.
         server.should_exit = True

@@ -5,13 +5,22 @@ import asyncio
 import re
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 T = TypeVar("T")
 
 #: leaves room for `chatcmpl-` and a prompt index within the 128 characters of an engine-side id
 _MAX_ID_LENGTH = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def most_running(vllm_config: "VllmConfig") -> int:
+    """Requests that the steps of all replicas of this server hold at once."""
+    num_replicas = len(vllm_config.parallel_config.local_ranks)
+    return vllm_config.scheduler_config.max_num_seqs * num_replicas
 
 
 def safe_id(text: str | None) -> str:

@@ -62,7 +62,7 @@ def require_chat_template(
 @functools.lru_cache(maxsize=64)
 def detect_content_format(chat_template: str) -> ContentFormat:
     """`openai` when the template loops over the parts of a message's content, else `string`."""
-    tree = _parse(chat_template)
+    tree = parse_template(chat_template)
     contents = _assigned(tree, "content")
     for loop in tree.find_all(jinja2.nodes.For):
         if _reads(_unfiltered(loop.iter), "content", contents):
@@ -77,7 +77,7 @@ def takes_arguments_as_text(chat_template: str) -> bool:
     It does so when it prints or concatenates them without a filter, and never asks whether they
     are text.
     """
-    tree = _parse(chat_template)
+    tree = parse_template(chat_template)
     names = _assigned(tree, "arguments")
     for test in tree.find_all(jinja2.nodes.Test):
         if test.name in _TYPE_TESTS and _reads(test.node, "arguments", names):
@@ -91,11 +91,12 @@ def takes_arguments_as_text(chat_template: str) -> bool:
 @functools.lru_cache(maxsize=64)
 def knows_developers(chat_template: str) -> bool:
     """Whether the template compares with the role `developer`, a newer name of `system`."""
-    constants = _parse(chat_template).find_all(jinja2.nodes.Const)
+    constants = parse_template(chat_template).find_all(jinja2.nodes.Const)
     return any(constant.value == "developer" for constant in constants)
 
 
-def _parse(chat_template: str) -> jinja2.nodes.Template:
+def parse_template(chat_template: str) -> jinja2.nodes.Template:
+    """The syntax tree; `VLLMValidationError` where there is none."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )

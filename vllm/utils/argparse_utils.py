@@ -145,26 +145,38 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         given = self._given(words)
         if found.config is None:
             return words
-        for key, value in self._read_config_file(found.config).items():
-            action, flags = self._flags_of(f"--config {found.config}", str(key), value)
+        for key, value, text in self._read_config_file(found.config):
+            action, flags = self._flags_of(f"--config {found.config}", key, value, text)
             if action.dest not in given:
                 words += flags
         return words
 
-    def _read_config_file(self, path: str) -> dict[Any, Any]:
+    def _read_config_file(self, path: str) -> list[tuple[str, Any, Any]]:
+        """Keys, values, and the same values with every number or word as the file writes it."""
         import yaml
 
+        class TextLoader(yaml.SafeLoader):
+            """Makes a string of every scalar: a key 0123 is no octal number."""
+
+            yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}
+
         try:
-            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            content = Path(path).read_text(encoding="utf-8")
+            values, texts = yaml.safe_load(content), yaml.load(content, Loader=TextLoader)
         except OSError as error:
             self.error(f"--config {path}: {error.strerror}")
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             self.error(f"--config {path}: not valid YAML: {error}")
-        if not isinstance(content, dict | None):
+        if values is None:
+            return []
+        if not isinstance(values, dict):
             self.error(f"--config {path}: expected a mapping of flags to values")
-        return content or {}
+        pairs = zip(values.items(), texts.values(), strict=True)
+        return [(str(key), value, text) for (key, value), text in pairs]
 
-    def _flags_of(self, where: str, key: str, value: Any) -> tuple[argparse.Action, list[str]]:
+    def _flags_of(
+        self, where: str, key: str, value: Any, text: Any
+    ) -> tuple[argparse.Action, list[str]]:
         """The action of a key of the file, and the words that give it the value."""
         flag = flag_name(key)
         action = self._option_string_actions.get(flag)
@@ -172,6 +184,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             hint = f"; did you mean {close[0].lstrip('-')}?" if close else ""
             self.error(f"{where}: unknown flag {key!r}{hint}")
+        if flag == "--config":
+            self.error(f"{where}: a flag file cannot name another one; put its flags here")
+        if value is None and action.metavar != "JSON":
+            self.error(f"{where}: {key} has no value; give it one or leave it out")
         if isinstance(action, argparse.BooleanOptionalAction):
             if not isinstance(value, bool):
                 self.error(f"{where}: {key} must be true or false, got {value!r}")
@@ -184,7 +200,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
             return action, [flag, json.dumps(value)]
         if isinstance(value, dict):
             self.error(f"{where}: {key} takes no nested keys, got {value!r}")
-        return action, [flag, *map(str, value if isinstance(value, list) else [value])]
+        return action, [flag, *map(str, text if isinstance(text, list) else [text])]
 
     # ---- help ----------------------------------------------------------------------------------
 

@@ -143,7 +143,9 @@ def test_shutdown_sends_what_is_queued_and_happens_once(make: Any) -> None:
 def test_an_address_in_use_is_named() -> None:
     endpoint = f"tcp://*:{free_port()}"
     publisher = ZmqEventPublisher(endpoint=endpoint)
-    with pytest.raises(ValueError, match="cannot be published at tcp.*in use.*kv-events-config"):
+    with pytest.raises(
+        VLLMValidationError, match="cannot be published at tcp.*in use.*kv-events-config"
+    ):
         ZmqEventPublisher(endpoint=endpoint)
     publisher.shutdown()
 
@@ -160,7 +162,7 @@ def test_an_address_in_use_is_named() -> None:
 def test_ranks_have_their_own_endpoints(endpoint: str, expected: str) -> None:
     assert offset_endpoint(endpoint, 0) == endpoint
     assert offset_endpoint(endpoint, 3) == expected
-    with pytest.raises(ValueError, match="no port"):
+    with pytest.raises(VLLMValidationError, match="no port"):
         offset_endpoint("tcp://host", 1)
 
 
@@ -170,7 +172,7 @@ def test_the_factory() -> None:
     assert isinstance(EventPublisherFactory.create(off), NullEventPublisher)
     assert KVEventsConfig().publisher == "null"
     unknown = KVEventsConfig(enable_kv_cache_events=True, publisher="carrier pigeon")
-    with pytest.raises(ValueError, match="'carrier pigeon'.*unknown; known: null, zmq"):
+    with pytest.raises(VLLMValidationError, match="'carrier pigeon'.*unknown; known: null, zmq"):
         EventPublisherFactory.create(unknown)
     with pytest.raises(KeyError):
         EventPublisherFactory.register_publisher("zmq", NullEventPublisher)

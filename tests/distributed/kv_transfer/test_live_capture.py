@@ -280,6 +280,12 @@ def test_a_directory_has_one_server_and_one_content(tmp_path: Path) -> None:
         harness(tmp_path)
 
 
+def test_a_directory_that_cannot_be_written_is_named() -> None:
+    message = "--capture-live-path /dev/null/x: the dataset cannot be written: Not a directory"
+    with pytest.raises(VLLMValidationError, match=message):
+        harness(Path("/dev/null/x"))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from state_cases import full, hidden, recurrent, vllm_config, window
 
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_utils import (
     get_kv_cache_groups,
     is_kv_cache_spec_uniform,
@@ -100,7 +101,8 @@ def test_kinds_of_state_with_larger_blocks():
     groups = get_kv_cache_groups(vllm_config(block_sizes=sizes), specs)
     assert [group.kv_cache_spec.block_size for group in groups] == [16, 64, 4096, 32]
     for kind in ("mla_attention", "mamba", "nonsense"):
-        with pytest.raises(ValueError, match=rf"no layer keeps \['{kind}'\].*'full_attention'"):
+        message = rf"no layer keeps \['{kind}'\].*'full_attention'"
+        with pytest.raises(VLLMValidationError, match=message):
             get_kv_cache_groups(vllm_config(block_sizes={kind: 32}), specs)
     config = vllm_config(block_sizes=sizes, disable_hybrid_kv_cache_manager=True)
     with pytest.raises(ValueError, match="no layer keeps .'sliding_window'"):

@@ -19,6 +19,7 @@ import zmq
 
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events.messages import EventBatch
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -94,7 +95,7 @@ class ZmqEventPublisher(EventPublisher):
                 threads.append((self._replay, self._open(zmq.ROUTER, replay_endpoint, 0)))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ValueError(
+            raise VLLMValidationError(
                 f"KV events cannot be published at {endpoint} (replay at {replay_endpoint}): "
                 f"{error}; choose other endpoints in --kv-events-config"
             ) from None
@@ -171,7 +172,7 @@ def offset_endpoint(endpoint: str, data_parallel_rank: int) -> str:
         return f"{endpoint}_dp{data_parallel_rank}"
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit():
-        raise ValueError(f"endpoint {endpoint!r} has no port")
+        raise VLLMValidationError(f"endpoint {endpoint!r} has no port")
     return f"{host}:{int(port) + data_parallel_rank}"
 
 
@@ -197,7 +198,7 @@ class EventPublisherFactory:
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()
         if config.publisher not in cls._registry:
-            raise ValueError(
+            raise VLLMValidationError(
                 f"publisher {config.publisher!r} in --kv-events-config is unknown; known: "
                 f"{', '.join(cls._registry)}"
             )

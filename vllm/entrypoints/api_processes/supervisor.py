@@ -26,6 +26,7 @@ from vllm.entrypoints.api_processes.together import (
     tell_all,
 )
 from vllm.entrypoints.launcher import stop_start_at_signals
+from vllm.entrypoints.listening import refuse_other_servers, remove_own_files
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Tallies
@@ -91,6 +92,7 @@ class Supervisor:
         self._exit_code = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._all_gone: asyncio.Event
+        self._directory: tempfile.TemporaryDirectory[str]
         self._core: AsyncMPClient
         self._metrics: JointMetrics
         self._sleep: JointSleep
@@ -104,7 +106,8 @@ class Supervisor:
         """Serve until a signal, the engine's death or what --api-server-death says; returns the
         exit status. A failing start raises."""
         stop_start_at_signals()
-        with tempfile.TemporaryDirectory(prefix="vllm-api-") as directory:
+        self._directory = tempfile.TemporaryDirectory(prefix="vllm-api-")
+        with self._directory as directory:
             try:
                 return asyncio.run(self._serve(Path(directory)))
             finally:
@@ -125,6 +128,7 @@ class Supervisor:
             for place, sock in enumerate(self._sockets):
                 self._processes[place] = _ApiProcess(place, sock)
             self._core.wait_ready()
+            refuse_other_servers(self._args)
             self._tallies = Tallies(str(directory / "tallies"), num_places)
             self._metrics = JointMetrics(self._core.configs, self._ports, self._log_stats)
             self._sleep = JointSleep(self._core, self._ports, self._metrics)
@@ -247,6 +251,9 @@ class Supervisor:
         if self._core.dead is not None:
             self._exit_code = 1  # also where `_follow_core` has not heard of it yet
         if self._stopping or self._core.dead is not None:
+            if not self._args.uds:
+                # What connects goes to the processes that are left, not to where nobody accepts.
+                self._sockets[place].close()
             if not self._processes:
                 self._all_gone.set()
             return
@@ -286,6 +293,9 @@ class Supervisor:
                 process.process.kill()
             with contextlib.suppress(Exception):
                 self._core.shutdown(timeout=0)
+            with contextlib.suppress(OSError):
+                self._directory.cleanup()
+            remove_own_files()
             os._exit(_EXIT_FORCED)
         logger.info("%s: finishing running requests, no new ones", name)
         self._stop()

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.types import CLISubcommand, CommandError
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm.compilation.graph_safety.report import Report
@@ -63,6 +64,8 @@ class GraphCheckCommand(CLISubcommand):
             raise VLLMValidationError("give the model as MODEL, not as --model", "model")
         if args.steps < 0:
             raise VLLMValidationError(f"--steps {args.steps}: give 0 or more", "steps")
+        for name in ("json", "sarif"):
+            check_file(name, getattr(args, name))
         if importlib.util.find_spec("triton") is None:
             raise CommandError("graph-check reads the GPU's kernels: install triton (vllm[cuda])")
         from vllm.compilation.graph_safety.report import as_json, as_sarif, as_table
@@ -81,12 +84,12 @@ class GraphCheckCommand(CLISubcommand):
 
 
 def _check(target: str, args: argparse.Namespace, progress: Progress) -> Report:
+    from vllm.compilation.graph_safety import targets
     from vllm.compilation.graph_safety.model_steps import with_steps
     from vllm.compilation.graph_safety.source_pass import source_pass
-    from vllm.compilation.graph_safety.targets import check_file
 
     if target.partition(":")[0].endswith(".py"):
-        return check_file(Path(target), progress)
+        return targets.check_file(Path(target), progress)
     own = argparse.Namespace(**{**vars(args), "model": target})
     try:
         engine = EngineArgs.from_cli_args(own)

@@ -8,6 +8,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from vllm.envs import check_variables
 from vllm.utils.imports import gc_paused
 from vllm.utils.start_method import spawning
 from vllm.version import __version__
@@ -107,6 +108,7 @@ def _answer_usage(argv: list[str]) -> int:
 def _run(name: str, argv: list[str]) -> int:
     """Parse and run; the last line on stderr names the cause of a failure."""
     try:
+        check_variables()
         with _engine_process(name, argv), spawning():
             with gc_paused():
                 command = load_command(name)

@@ -12,6 +12,7 @@ from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.dataclass_flags import add_flag, flag_specs, from_namespace
+from vllm.utils.result_file import check_file
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.run_batch import BatchCounts
@@ -39,7 +40,7 @@ _FRONT_END = frozenset(
         "trust_request_chat_template",
     }
 )
-#: lines in flight per sequence that a step can hold: enough that no step waits for the next line
+#: lines in flight per sequence that steps can hold: enough that no step waits for the next line
 _LINES_PER_SEQUENCE = 2
 
 
@@ -66,6 +67,7 @@ class RunBatchCommand(CLISubcommand):
             raise VLLMValidationError(f"--input-file {source}: no such file", "input_file")
         if target.exists() and target.samefile(source):
             raise VLLMValidationError("--output-file must not be the input file", "output_file")
+        check_file("output_file", target)
         # Nobody but this command sends requests, and it has no key.
         front_end = replace(from_namespace(FrontEndArgs, args), api_key=[])
         counts = asyncio.run(_run(args, front_end, source, target))
@@ -80,6 +82,7 @@ async def _run(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.openai.api_server import build_app
     from vllm.entrypoints.openai.run_batch import read_lines, run_batch
+    from vllm.entrypoints.utils import most_running
     from vllm.v1.engine.async_llm import AsyncLLM
 
     total = sum(1 for _ in read_lines(source))
@@ -87,11 +90,9 @@ async def _run(
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(args))
         try:
             app = build_app(engine, front_end)
-            max_seqs = engine.vllm_config.scheduler_config.max_num_seqs
+            most_lines = _LINES_PER_SEQUENCE * most_running(engine.vllm_config)
             async with app.router.lifespan_context(app):
-                counts = await run_batch(
-                    app, read_lines(source), output, _LINES_PER_SEQUENCE * max_seqs, total
-                )
+                counts = await run_batch(app, read_lines(source), output, most_lines, total)
             if engine.errored:
                 raise engine.dead_error
             return counts

@@ -8,7 +8,8 @@ import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 
 from vllm import envs
@@ -34,6 +35,7 @@ from vllm.entrypoints.openai.routes import (
 from vllm.entrypoints.openai.siblings import Siblings
 from vllm.entrypoints.openai.state import Server, make_server
 from vllm.entrypoints.tally import Counted, Tallies
+from vllm.entrypoints.utils import most_running
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -72,23 +74,32 @@ def build_app(
     app.root_path = args.root_path or ""
     app.state.server = server
     app.state.log_error_stack = args.log_error_stack
-    _include_routes(app, args)
+    routers = _routers(args)
+    for router in routers:
+        app.include_router(router)
     install_handlers(app)
-    _add_middleware(app, server, args, tallies)
+    _add_middleware(app, server, args, tallies, routers)
     return app
 
 
-def _include_routes(app: FastAPI, args: FrontEndArgs) -> None:
-    for module in (health, models, generate, unsupported):
-        app.include_router(module.router)
+def _routers(args: FrontEndArgs) -> list[APIRouter]:
+    """What this server answers."""
+    routers = [module.router for module in (health, models, generate, unsupported)]
     with_info = args.enable_tokenizer_info_endpoint
-    app.include_router(generate.info_router if with_info else unsupported.no_tokenizer_info)
+    routers.append(generate.info_router if with_info else unsupported.no_tokenizer_info)
     if envs.VLLM_SERVER_DEV_MODE:
         logger.warning("VLLM_SERVER_DEV_MODE=1: development routes are open to every client")
-        app.include_router(dev.router)
+        routers.append(dev.router)
+    return routers
 
 
-def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: Tallies) -> None:
+def _add_middleware(
+    app: FastAPI,
+    server: Server,
+    args: FrontEndArgs,
+    tallies: Tallies,
+    routers: list[APIRouter],
+) -> None:
     """Innermost first."""
     # Once as decompressed, and once as it arrives.
     app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
@@ -99,7 +110,7 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: T
     if args.max_queued_requests is not None:
         app.add_middleware(
             QueueLimit,
-            max_running=server.engine.vllm_config.scheduler_config.max_num_seqs,
+            max_running=most_running(server.engine.vllm_config),
             max_queued=args.max_queued_requests,
             tally=tallies.of(Counted.GENERATING),
         )
@@ -115,7 +126,14 @@ def _add_middleware(app: FastAPI, server: Server, args: FrontEndArgs, tallies: T
     )
     if args.enable_request_id_headers:
         app.add_middleware(RequestIdHeader)
-    app.add_middleware(HttpMetrics)
+    found = (route for router in routers for route in router.routes)
+    routes = [route for route in found if isinstance(route, APIRoute)]
+    app.add_middleware(
+        HttpMetrics,
+        routes=frozenset(
+            (route.path, method) for route in routes for method in route.methods or ()
+        ),
+    )
     app.add_middleware(HeadRequests)
     app.add_middleware(DirectSend, outermost=not args.middleware)
     for path in reversed(args.middleware):

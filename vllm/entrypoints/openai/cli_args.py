@@ -86,8 +86,8 @@ class FrontEndArgs:
     )
     max_queued_requests: NonNegativeInt | None = option(
         default=None,
-        help="Generation requests accepted beyond --max-num-seqs; further ones get status 503 with "
-        "Retry-After. No limit if unset.",
+        help="Generation requests accepted beyond --max-num-seqs of all replicas; further ones get "
+        "status 503 with Retry-After. No limit if unset.",
     )
     request_timeout: PositiveFloat | None = option(
         default=None,
@@ -103,7 +103,7 @@ class FrontEndArgs:
         aliases=("-asc",),
         kind=FlagKind.LENGTH,
         help="API processes that share the port, in front of one engine; auto (-1): one per 256 of "
-        "--max-num-seqs, as far as there are cores.",
+        "--max-num-seqs of all replicas, as far as there are cores.",
     )
     api_server_death: Literal["replace", "stop"] = option(
         default="replace",
@@ -177,7 +177,7 @@ class FrontEndArgs:
 
     enable_log_requests: bool = option(default=False, help="Log every request.")
     enable_log_outputs: bool = option(default=False, help="Log everything generated.")
-    max_log_len: int | None = option(
+    max_log_len: NonNegativeInt | None = option(
         default=None, help="Characters or token ids shown per logged prompt or output."
     )
     uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = option(
@@ -212,6 +212,14 @@ class FrontEndArgs:
                 raise VLLMValidationError(
                     f"{flag_name(name)} needs --ssl-certfile and --ssl-keyfile", name
                 )
+        paths = (self.disable_access_log_for_endpoints or "/").split(",")
+        if wrong := [path for path in map(str.strip, paths) if path[:1] not in ("", "/")]:
+            raise VLLMValidationError(
+                f"--disable-access-log-for-endpoints: {wrong[0]!r} is no path, which begins with a "
+                "slash, as in /health,/metrics",
+                "disable_access_log_for_endpoints",
+                wrong[0],
+            )
         if self.log_config_file and self.disable_access_log_for_endpoints:
             raise VLLMValidationError(
                 "--disable-access-log-for-endpoints has no effect with --log-config-file; name "

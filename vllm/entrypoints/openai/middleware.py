@@ -212,7 +212,15 @@ _NO_ROUTE = "none"
 
 
 class HttpMetrics(HttpMiddleware):
-    """Labels: the route's path as written in the code, the method, the status."""
+    """Labels: the route's path as written in the code, the method, the status.
+
+    `routes`: paths and methods of the application, by which a request is known that middleware
+    answers, as with 401 or 503, before it has found its route.
+    """
+
+    def __init__(self, app: ASGIApp, routes: frozenset[tuple[str, str]]) -> None:
+        super().__init__(app)
+        self._routes = routes
 
     async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = int(HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -228,8 +236,9 @@ class HttpMetrics(HttpMiddleware):
             await self.app(scope, receive, watched)
         finally:
             route = scope.get("route")
-            handler = _NO_ROUTE if route is None else route.path
-            method = scope["method"] if route is not None else _NO_ROUTE
+            path = route_path(scope) if route is None else route.path
+            known = route is not None or (path, scope["method"]) in self._routes
+            handler, method = (path, scope["method"]) if known else (_NO_ROUTE, _NO_ROUTE)
             _REQUESTS.labels(handler, method, str(status)).inc()
             _SECONDS.labels(handler, method).observe(time.perf_counter() - began)
 
@@ -276,7 +285,7 @@ class QueueLimit(HttpMiddleware):
             HTTPStatus.SERVICE_UNAVAILABLE,
             "ServiceUnavailable",
             f"The server is busy: {self._limit} requests are in progress or waiting "
-            "(--max-num-seqs plus --max-queued-requests). Please try again later.",
+            "(--max-num-seqs of each replica plus --max-queued-requests). Please try again later.",
         )
         # The body is unread, so the connection cannot carry another request.
         headers = {"retry-after": str(_RETRY_AFTER_S), "connection": "close"}

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from vllm import envs
-from vllm.entrypoints.access_log import log_config
+from vllm.entrypoints.access_log import check_log_config
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
 from vllm.entrypoints.restart import restart
@@ -76,16 +76,17 @@ def _forking(
 
 def _run_api(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
     """Serve, with as many API processes as asked."""
-    from vllm.entrypoints.launcher import bind, check_certificates, serve
+    from vllm.entrypoints.launcher import check_certificates, serve, stop_start_at_signals
+    from vllm.entrypoints.listening import bound
 
+    stop_start_at_signals()
     load_chat_template(args.chat_template)
-    log_config(args)
+    check_log_config(args)
     check_certificates(args)
     for path in args.middleware:
         import_middleware(path)
     if args.api_server_count != 1:
         return _run_several(args, engine_args)
-    sock = bind(args)
 
     def make_engine() -> AsyncLLM:
         with gc_paused():
@@ -98,7 +99,8 @@ def _run_api(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
 
         return build_app(engine, args)
 
-    return serve(sock, args, make_engine, make_app)
+    with bound(args) as sock:
+        return serve(sock, args, make_engine, make_app)
 
 
 def check_failure_policy(args: FrontEndArgs) -> None:
@@ -158,14 +160,14 @@ def _run_several(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
     """With more than one API process, or as many as turn out to be of use."""
     from vllm.engine.batch_defaults import UsageContext
     from vllm.entrypoints.api_processes.serve import serve_together
-    from vllm.entrypoints.launcher import bind
+    from vllm.entrypoints.listening import bound
 
     # Before the model is looked at: an address that is taken is a mistake found in milliseconds.
-    first = bind(args, shared=True)
-    startup_phases.end(startup_phases.IMPORT)
-    config = engine_args.create_engine_config(UsageContext.API_SERVER)
-    log_stats = not config.observability_config.disable_log_stats
-    return serve_together(first, args, config, log_stats=log_stats)
+    with bound(args, shared=True) as first:
+        startup_phases.end(startup_phases.IMPORT)
+        config = engine_args.create_engine_config(UsageContext.API_SERVER)
+        log_stats = not config.observability_config.disable_log_stats
+        return serve_together(first, args, config, log_stats=log_stats)
 
 
 @startup_phases.startup_phase("import server")

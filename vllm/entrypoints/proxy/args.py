@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags of `vllm proxy`."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.options import config, option
 
@@ -16,7 +20,7 @@ class ProxyArgs:
         default_factory=list, help="URLs of servers that answer (kv_consumer or kv_both)."
     )
     host: str = option(default="127.0.0.1", help="Address to listen at.")
-    port: int = option(default=8000, help="Port to listen at.")
+    port: Annotated[int, Field(ge=0, le=65535)] = option(default=8000, help="Port to listen at.")
     health_interval: float = option(
         default=1.0, help="Seconds between two looks at every server's /health."
     )

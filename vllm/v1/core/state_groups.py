@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 
@@ -77,7 +78,7 @@ def _with_block_sizes(
     """`specs` with the blocks that their kinds are to have; a recurrent state has no tokens."""
     kinds = {spec.kind for spec in specs.values() if not spec.is_recurrent}
     if unknown := sizes.keys() - kinds:
-        raise ValueError(
+        raise VLLMValidationError(
             f"--block-sizes: no layer keeps {sorted(unknown)}; this model's kinds of state with "
             f"blocks of tokens: {sorted(kinds)}"
         )

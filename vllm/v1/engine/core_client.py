@@ -287,6 +287,18 @@ def close_all(links: Sequence[ClientLink], timeout: float | None = None) -> None
         link.close(timeout)
 
 
+def _make_directory() -> str:
+    """Of the sockets between a core and its clients."""
+    base = envs.VLLM_RPC_BASE_PATH
+    try:
+        return mkdtemp(prefix="vllm-", dir=base)
+    except OSError as error:
+        raise VLLMValidationError(
+            f"VLLM_RPC_BASE_PATH={base}: no directory for the engine's sockets can be made there: "
+            f"{error.strerror}; by default it is that of temporary files (TMPDIR)"
+        ) from None
+
+
 def start_replicas(
     vllm_config: VllmConfig,
     executor_class: type[Executor] | None,
@@ -296,7 +308,7 @@ def start_replicas(
     """Start the core of every replica of this server; each has devices of its own. Processes start
     before any socket or thread exists, so that forking is safe."""
     configs = replica_configs(vllm_config)
-    directories = [mkdtemp(prefix="vllm-", dir=envs.VLLM_RPC_BASE_PATH) for _ in configs]
+    directories = [_make_directory() for _ in configs]
     started: list[CoreProcess] = []
     try:
         for index, (config, directory) in enumerate(zip(configs, directories, strict=True)):

@@ -32,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     placement_identity,
     weights_identity,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -129,10 +130,21 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
             settings[STORAGE_DTYPE_KEY] = self._storage
         return LiveSaver(
             copier,
-            LiveDataset(Path(self._storage_path), settings),
+            self._dataset(settings),
             budget=self._budget,
             num_writer_threads=self._num_writer_threads,
         )
+
+    def _dataset(self, settings: dict[str, Any]) -> LiveDataset:
+        try:
+            return LiveDataset(Path(self._storage_path), settings)
+        except OSError as error:
+            raise VLLMValidationError(
+                f"--capture-live-path {self._storage_path}: the dataset cannot be written: "
+                f"{error.strerror}; choose a folder on a file system with room for it",
+                "capture_live_path",
+                self._storage_path,
+            ) from None
 
     def get_kv_connector_stats(self) -> LiveCaptureStats | None:
         stats = None if self._saver is None else self._saver.take_stats()
