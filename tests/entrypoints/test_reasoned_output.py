@@ -90,8 +90,10 @@ def test_reasoning_leaves_tokens_for_the_answer(max_tokens: int, allowed: int) -
     ("fields", "words"),
     [
         ({"structural_tag": '{"structures": [], "triggers": []}'}, "key `format`"),
-        ({"structural_tag": "[]"}, "key `format`"),
+        ({"structural_tag": "[]"}, "must be a JSON object"),
         ({"json": "{"}, "json is not valid JSON"),
+        ({"json_object": False}, "json_object can only be true"),
+        ({"choice": []}, "at least one string"),
     ],
 )
 def test_refusals(fields: dict, words: str) -> None:
@@ -99,3 +101,11 @@ def test_refusals(fields: dict, words: str) -> None:
     with pytest.raises(VLLMValidationError, match=words) as error:
         constrain_after_reasoning(StructuredOutputsParams(**fields), parser, 1000)
     assert error.value.parameter == "structured_outputs"
+
+
+def test_unknown_options_are_refused_as_without_reasoning() -> None:
+    parser = reasoning_parsers.get("deepseek_r1")()
+    given = StructuredOutputsParams(choice=["a"], whitespace_pattern=" ")
+    with pytest.raises(VLLMValidationError, match="disable_any_whitespace") as error:
+        constrain_after_reasoning(given, parser, 1000)
+    assert error.value.parameter == "structured_outputs.whitespace_pattern"

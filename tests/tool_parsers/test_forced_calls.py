@@ -40,8 +40,15 @@ def test_bare_arguments() -> None:
     parser = named()
     assert parser.feed("").calls == ()
     assert parser.feed('{"a"').calls == (CallDelta(0, "f", '{"a"'),)
-    assert parser.feed(": 1} ").calls == (CallDelta(0, None, ": 1} "),)
+    assert parser.feed(": 1} ").calls == (CallDelta(0, None, ": 1}"),)
     assert parser.finish().calls == ()
+
+
+def test_what_follows_the_arguments_is_content() -> None:
+    for text in ('{"a": "}"}<|im_end|>', '{"a": "}"}\n<|im_end|>'):
+        assert whole(named, text) == ("<|im_end|>", [("f", '{"a": "}"}')])
+        ended = named().end(text)
+        assert (ended.content, ended.calls) == ("<|im_end|>", (CallDelta(0, "f", '{"a": "}"}'),))
 
 
 @given(MESSY, CUTS)

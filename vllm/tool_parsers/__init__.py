@@ -12,6 +12,7 @@ tool_parsers: ClassRegistry[ToolParser] = ClassRegistry("tool call parser", Tool
 tool_parsers.register("harmony", "vllm.tool_parsers.harmony.HarmonyToolParser")
 tool_parsers.register("hermes", "vllm.tool_parsers.hermes.HermesToolParser")
 tool_parsers.register("kimi_k2", "vllm.tool_parsers.kimi_k2.KimiK2ToolParser")
+tool_parsers.register("llama3_json", "vllm.tool_parsers.llama3_json.Llama3JsonToolParser")
 tool_parsers.register("mistral", "vllm.tool_parsers.mistral.MistralToolParser")
 tool_parsers.register("nemotron_json", "vllm.tool_parsers.nemotron_json.NemotronJsonToolParser")
 tool_parsers.register("olmo3", "vllm.tool_parsers.olmo3.Olmo3ToolParser")

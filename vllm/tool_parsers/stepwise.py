@@ -3,7 +3,7 @@
 
 import enum
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import ClassVar
 
 from vllm.tool_parsers.base import ReplyBuilder, ToolParser, ToolSchemas, decode_string
@@ -24,15 +24,19 @@ class CallReader:
 
     The members may come in either order. Arguments go out exactly as written; missing or null ones
     are `{}`; a string holding JSON text goes out unquoted. The call begins with its arguments:
-    what is refused before that is in `raw`, for the caller to treat as content.
+    what is refused before that is in `raw`, for the caller to treat as content. `names`: of the
+    tools that may be called, None for any.
     """
 
-    def __init__(self, reply: ReplyBuilder, arguments_key: str) -> None:
+    def __init__(
+        self, reply: ReplyBuilder, arguments_key: str, names: Container[str] | None = None
+    ) -> None:
         self.state = CallState.OPEN
         self.started = False
         self.raw = ""
         self._reply = reply
         self._arguments_key = arguments_key
+        self._names = names
         self._scanner = ObjectScanner()
         self._name_text = ""
         self._name: str | None = None
@@ -57,7 +61,7 @@ class CallReader:
             self._name_text += piece.text
             if piece.last:
                 self._name = decode_string(self._name_text)
-                self._check(bool(self._name))
+                self._check(self._is_name(self._name))
         elif piece.key == self._arguments_key and not self._complete:
             self._held += piece.text
             self._complete = piece.last
@@ -69,6 +73,9 @@ class CallReader:
             self._held = ""
         elif self._complete:
             self._check(self._plain_arguments() is not None)
+
+    def _is_name(self, name: str | None) -> bool:
+        return bool(name) and (self._names is None or name in self._names)
 
     def _send(self, arguments: str) -> None:
         if not self.started:
@@ -161,6 +168,8 @@ class JsonCallParser(StepwiseParser):
         super().__init__(tools)
         #: what was read before the first call, content again if none follows
         self._opening = ""
+        #: of the tools that may be called, None for any
+        self._names: Container[str] | None = None
         self._call = CallReader(self.reply, self.arguments_key)
 
     @abstractmethod
@@ -169,7 +178,7 @@ class JsonCallParser(StepwiseParser):
 
     def _begin_call(self) -> None:
         self.reply.open_call(self._opening)
-        self._call = CallReader(self.reply, self.arguments_key)
+        self._call = CallReader(self.reply, self.arguments_key, self._names)
         self._read = self._read_call
 
     def _read_call(self) -> bool:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import xgrammar
 
-from vllm.v1.structured_output.json_schema import MAX_DEPTH, MAX_REFERENCES, check_schema
+from vllm.v1.structured_output.json_schema import (
+    COMPILED_FORMATS,
+    MAX_DEPTH,
+    MAX_REFERENCES,
+    check_schema,
+)
 from vllm.v1.structured_output.vocabulary import byte_vocabulary
 
 COMPILER = xgrammar.GrammarCompiler(byte_vocabulary(), max_threads=1, cache_enabled=False)
@@ -51,6 +56,10 @@ REFUSED = {
     "pattern with a coded quote": {"type": "string", "pattern": "^[\\x22]$"},
     "pattern with a newline": {"type": "string", "pattern": "a\\nb"},
     "pattern with a backslash": {"type": "string", "pattern": "a\\\\b"},
+    "pattern that looks ahead": {"type": "string", "pattern": "^(?=.*[0-9])[a-z0-9]{2}$"},
+    "pattern that looks ahead and denies": {"type": "string", "pattern": "^a(?!b)[a-z]$"},
+    "names that look ahead": {"type": "object", "patternProperties": {"^(?=b)[ab]$": INT}},
+    "pattern and format": {"type": "string", "format": "date", "pattern": "^20"},
     "undefined required": {"type": "object", "properties": {"a": INT}, "required": ["b"]},
     "patternProperties beside": {"type": "object", "properties": {"a": INT},
                                  "patternProperties": {"a": {"type": "string"}}},
@@ -95,6 +104,9 @@ ACCEPTED = {
     "types": {"type": ["integer", "string", "null"], "minimum": 3, "minLength": 2, "maxLength": 4},
     "pattern": {"type": "string", "pattern": "^[^x]{1,3}-\\d{2}$"},
     "format": {"type": "string", "format": "date"},
+    "pattern beside a format that only describes": {"type": "string", "format": "password",
+                                                    "pattern": "^[a-z]{2}$"},
+    "pattern with the signs of looking ahead": {"type": "string", "pattern": "^[(?=!]\\(?=$"},
     "multipleOf": {"type": "integer", "multipleOf": 3},
     "number": {"type": "number", "exclusiveMinimum": -1, "exclusiveMaximum": 2.5},
     "tuple": {"type": "array", "prefixItems": [INT, {"type": "boolean"}], "items": False,
@@ -154,6 +166,14 @@ def random_text(grammar, rng, longest=400):
         assert matcher.accept_token(token)
         text += bytes([token])
     return None
+
+
+@pytest.mark.parametrize("name", [*sorted(COMPILED_FORMATS), "password", "binary", "int32"])
+def test_formats_that_are_compiled(name):
+    schema = {"type": "string", "format": name, "pattern": "^ $"}
+    matcher = xgrammar.GrammarMatcher(COMPILER.compile_json_schema(json.dumps(schema)))
+    follows_pattern = matcher.accept_string('" "')
+    assert follows_pattern is (name not in COMPILED_FORMATS)
 
 
 def test_deep_schemas_are_refused_quickly():

@@ -16,18 +16,21 @@ from vllm.reasoning import ReasoningParser, reasoning_parsers
 from vllm.tool_parsers import CallDelta, ToolParser, tool_parsers
 from vllm.tool_parsers.base import ToolDelta, ToolSchemas
 from vllm.tool_parsers.json_list import JsonListParser
+from vllm.tool_parsers.json_object import ObjectScanner, ScanState
 
 
 class NamedCallParser(ToolParser):
-    """One call of the tool `name` with the whole reply as its arguments.
+    """One call of the tool `name` with the object that the reply begins with as its arguments.
 
-    A reply that does not begin as an object, cut off before its arguments for instance, is content.
+    What follows the object is content, as is a reply that does not begin as one, cut off before its
+    arguments for instance.
     """
 
     def __init__(self, tools: ToolSchemas, name: str) -> None:
         super().__init__(tools)
         self._name = name
         self._begun = False
+        self._arguments = ObjectScanner()
 
     def _consume(self, text: str) -> None:
         if not self._begun:
@@ -39,11 +42,22 @@ class NamedCallParser(ToolParser):
                 self.reply.open_call("")
                 self.reply.start_call(self._name)
                 text = text.lstrip()
-        if self.reply.num_calls:
-            self.reply.wrote(text)
-            self.reply.add_arguments(text)
-        else:
+        if not self.reply.num_calls:
             self.reply.say(text)
+        elif self._arguments.state is ScanState.CLOSED:
+            self.reply.say(text)
+        else:
+            self._read_arguments(text)
+
+    def _read_arguments(self, text: str) -> None:
+        _, read = self._arguments.feed(text)
+        if self._arguments.state is ScanState.BROKEN:
+            read = len(text)
+        self.reply.wrote(text[:read])
+        self.reply.add_arguments(text[:read])
+        if self._arguments.state is ScanState.CLOSED:
+            self.reply.end_call()
+            self.reply.say(text[read:])
 
     def _flush(self) -> None:
         """Nothing is kept back."""

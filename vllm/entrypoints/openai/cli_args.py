@@ -160,8 +160,8 @@ class FrontEndArgs:
     )
     tool_call_parser: str | None = option(
         default=None,
-        help="Format of the model's tool calls: harmony, hermes, kimi_k2, mistral, nemotron_json, "
-        "olmo3, pythonic, qwen3_coder or a plug-in's.",
+        help="Format of the model's tool calls: harmony, hermes, kimi_k2, llama3_json, mistral, "
+        "nemotron_json, olmo3, pythonic, qwen3_coder or a plug-in's.",
     )
     tool_parser_plugin: str | None = option(
         default=None, help="Python file that registers tool call parsers."

@@ -43,6 +43,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.structured_output.validation import check_form
 
 
 @dataclass(frozen=True)
@@ -292,8 +293,9 @@ def constrain_after_reasoning(
     """The constraint for a whole reply of at most `max_tokens`, whose reasoning is bounded.
 
     The same one if the reply begins with its content. Raises `VLLMValidationError` for a structural
-    tag in the older form and for malformed JSON.
+    tag in the older form and for what is malformed, which could not be told from the result.
     """
+    check_form(constraint)
     if not parser.may_reason():
         return constraint
     bounds, allowed = parser.bounds(), reasoning_tokens(max_tokens)
@@ -310,7 +312,7 @@ def constrain_after_reasoning(
 def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
     """The constraint in the language of structural tags."""
     if constraint.json is not None:
-        return {"type": "json_schema", "json_schema": _parsed("json", constraint.json)}
+        return {"type": "json_schema", "json_schema": _parsed(constraint.json)}
     if constraint.json_object is not None:
         return {"type": "json_schema", "json_schema": {"type": "object"}}
     if constraint.regex is not None:
@@ -320,7 +322,7 @@ def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
         return {"type": "or", "elements": options}
     if constraint.grammar is not None:
         return {"type": "grammar", "grammar": constraint.grammar}
-    tag = _parsed("structural_tag", constraint.structural_tag)
+    tag = _parsed(constraint.structural_tag)
     inner = tag.get("format") if isinstance(tag, dict) else None
     if not isinstance(inner, dict):
         refuse(
@@ -331,10 +333,5 @@ def _content_format(constraint: StructuredOutputsParams) -> dict[str, Any]:
     return inner
 
 
-def _parsed(name: str, value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        refuse("structured_outputs", f"structured_outputs: {name} is not valid JSON: {error}")
+def _parsed(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value

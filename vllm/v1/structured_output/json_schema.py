@@ -73,6 +73,26 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 _PATTERN_PARTS = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|\[\^(?:\\.|[^\]\\])*(?:\]|$)|.", re.DOTALL
 )
+_NOT_SYNTAX = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+#: formats that decide which strings there are, whatever pattern stands beside them
+COMPILED_FORMATS = frozenset(
+    {
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "json-pointer",
+        "relative-json-pointer",
+        "time",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    }
+)
 _ESCAPED_IN_JSON = frozenset('"\\' + "".join(map(chr, range(32))))
 
 
@@ -283,10 +303,24 @@ def _check_string(path: str, schema: dict[str, Any]) -> None:
                 "write the length into a pattern, such as ^[a-z]{2,5}$"
             )
     pattern = schema.get("pattern")
-    if isinstance(pattern, str) and _names_escaped_character(pattern):
+    if not isinstance(pattern, str):
+        return
+    if schema.get("format") in COMPILED_FORMATS:
+        raise ValueError(f"{path}: pattern and format cannot be combined; use one of them")
+    _check_pattern(path, pattern)
+    if _names_escaped_character(pattern):
         raise ValueError(
             f"{path}: the pattern must not name characters that JSON writes with an escape "
             "(quotation mark, backslash, control characters)"
+        )
+
+
+def _check_pattern(path: str, pattern: str) -> None:
+    syntax = _NOT_SYNTAX.sub("", pattern)
+    if "(?=" in syntax or "(?!" in syntax:
+        raise ValueError(
+            f"{path}: lookahead in a pattern is not supported; write the pattern without (?=...) "
+            "and (?!...)"
         )
 
 
@@ -325,6 +359,9 @@ def _check_object(path: str, schema: dict[str, Any]) -> None:
             f"{path}: {open_to} cannot be combined with the property {escaped[0]!r}, whose name "
             "JSON writes with an escape; rename it, or leave no other properties"
         )
+    patterns = schema.get("patternProperties")
+    for pattern in patterns if isinstance(patterns, dict) else ():
+        _check_pattern(path, pattern)
     for key in ("propertyNames", "patternProperties"):
         if properties and key in schema:
             raise ValueError(f"{path}: properties and {key} cannot be combined; use one of them")

@@ -122,6 +122,16 @@ def _compiler(vocabulary: xgrammar.TokenizerInfo) -> xgrammar.GrammarCompiler:
     return xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
 
+def check_form(constraint: StructuredOutputsParams) -> None:
+    """Raise `VLLMValidationError` for an option that is not supported or a malformed value; what
+    the grammar compiler refuses is found by `StructuredOutputValidator` alone."""
+    _check_options(constraint)
+    try:
+        GrammarSpec.from_params(constraint)
+    except ValueError as error:
+        raise VLLMValidationError(f"structured_outputs: {error}", _PARAMETER) from None
+
+
 def _check_options(constraint: StructuredOutputsParams) -> None:
     if constraint.whitespace_pattern is not None:
         raise VLLMValidationError(
