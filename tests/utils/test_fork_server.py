@@ -252,6 +252,30 @@ def test_without_the_fork_server_there_are_no_new_processes_and_the_old_ones_end
             begin(leave, 0)
 
 
+def end_late(answer: Connection) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watch_parent(1.0)
+    answer.send(os.getppid())
+    time.sleep(600)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_the_end_waits_for_those_that_lost_the_fork_server(
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """What follows finds their addresses and devices free; one that cannot end is killed."""
+    monkeypatch.setattr(module, "_ORPHANS_S", 2.0 if is_stopped else 60.0)
+    with fork_server(()):
+        ours, theirs = multiprocessing.Pipe()
+        process = psutil.Process(begin(end_late, theirs).pid)
+        theirs.close()
+        parent = ours.recv()
+        if is_stopped:
+            process.suspend()
+        os.kill(parent, signal.SIGKILL)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def _hold(told: Connection) -> None:
     """A process with a fork server, to be killed."""
     with fork_server(()):

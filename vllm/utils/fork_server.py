@@ -18,6 +18,7 @@ import os
 import pickle
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -33,6 +34,8 @@ _MOST_FILES = 16
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 #: exit code of a process whose end nobody knows, because the fork server is gone
 _EXIT_UNKNOWN = 255
+#: processes that lost the fork server end by themselves in less, or cannot
+_ORPHANS_S = 30.0
 
 
 class Closable(Protocol):
@@ -142,6 +145,8 @@ class _ForkServer:
     """This end of its connection."""
 
     def __init__(self, modules: Sequence[str], foreign: Sequence[Closable]) -> None:
+        #: file descriptors of the processes that it has forked
+        self._forked: list[int] = []
         self._requests, theirs = socket.socketpair()
         self._process = multiprocessing.get_context("fork").Process(
             target=_serve,
@@ -160,12 +165,33 @@ class _ForkServer:
             with theirs:
                 socket.send_fds(self._requests, [b"\0"], [theirs.fileno(), *pickler.files])
             ours.send_bytes(data.getvalue())
-        return ForkedProcess(ours)
+        process = ForkedProcess(ours)
+        self._forget_ended(0.0)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            self._forked.append(os.pidfd_open(process.pid))
+        return process
 
     def close(self) -> None:
-        """End it, and wait for that. What it has forked and still runs has lost its parent."""
+        """End it and what it has forked, and wait for that: what comes next may need their
+        addresses and devices. What still runs has lost its parent, and is killed if it has not
+        ended by itself after `_ORPHANS_S`."""
         self._requests.close()
         self._process.join()
+        deadline = time.monotonic() + _ORPHANS_S
+        while self._forked and (left_s := deadline - time.monotonic()) > 0:
+            self._forget_ended(left_s)
+        for file in self._forked:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                signal.pidfd_send_signal(file, signal.SIGKILL)
+        while self._forked:
+            self._forget_ended(None)
+
+    def _forget_ended(self, timeout_s: float | None) -> None:
+        """Wait until one of the processes has ended, and close the files of those that have."""
+        for file in wait(self._forked, timeout_s):
+            assert isinstance(file, int)
+            self._forked.remove(file)
+            os.close(file)
 
 
 _server: _ForkServer | None = None
