@@ -22,11 +22,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm import decisions, envs
 from vllm.utils.imports import gc_paused
 from vllm.utils.start_method import reason_not_to_fork, start_method
+
+if TYPE_CHECKING:
+    import psutil
 
 #: files that can travel with a request
 _MOST_FILES = 16
@@ -34,8 +37,10 @@ _MOST_FILES = 16
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 #: exit code of a process whose end nobody knows, because the fork server is gone
 _EXIT_UNKNOWN = 255
-#: processes that lost the fork server end by themselves in less, or cannot
-_ORPHANS_S = 30.0
+#: processes that lost the fork server end by themselves in less, or cannot; killed ones in less
+_ORPHANS_S, _KILLED_S = 30.0, 5.0
+#: between two looks at them
+_LOOK_S = 0.02
 
 
 class Closable(Protocol):
@@ -145,8 +150,8 @@ class _ForkServer:
     """This end of its connection."""
 
     def __init__(self, modules: Sequence[str], foreign: Sequence[Closable]) -> None:
-        #: file descriptors of the processes that it has forked
-        self._forked: list[int] = []
+        #: that it has forked, but for those that have ended
+        self._forked: list[psutil.Process] = []
         self._requests, theirs = socket.socketpair()
         self._process = multiprocessing.get_context("fork").Process(
             target=_serve,
@@ -158,6 +163,8 @@ class _ForkServer:
 
     def fork(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> ForkedProcess:
         """See `start`."""
+        import psutil
+
         pickler = _Pickler(data := io.BytesIO())
         pickler.dump((name, dict(os.environ), target, args))
         ours, theirs = multiprocessing.Pipe()
@@ -166,32 +173,43 @@ class _ForkServer:
                 socket.send_fds(self._requests, [b"\0"], [theirs.fileno(), *pickler.files])
             ours.send_bytes(data.getvalue())
         process = ForkedProcess(ours)
-        self._forget_ended(0.0)
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            self._forked.append(os.pidfd_open(process.pid))
+        self._forget_ended()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._forked.append(psutil.Process(process.pid))
         return process
 
     def close(self) -> None:
         """End it and what it has forked, and wait for that: what comes next may need their
         addresses and devices. What still runs has lost its parent, and is killed if it has not
         ended by itself after `_ORPHANS_S`."""
+        import psutil
+
         self._requests.close()
         self._process.join()
-        deadline = time.monotonic() + _ORPHANS_S
-        while self._forked and (left_s := deadline - time.monotonic()) > 0:
-            self._forget_ended(left_s)
-        for file in self._forked:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                signal.pidfd_send_signal(file, signal.SIGKILL)
-        while self._forked:
-            self._forget_ended(None)
+        self._wait_for_ends(_ORPHANS_S)
+        for process in self._forked:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._wait_for_ends(_KILLED_S)
 
-    def _forget_ended(self, timeout_s: float | None) -> None:
-        """Wait until one of the processes has ended, and close the files of those that have."""
-        for file in wait(self._forked, timeout_s):
-            assert isinstance(file, int)
-            self._forked.remove(file)
-            os.close(file)
+    def _wait_for_ends(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._forked and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        self._forked = [process for process in self._forked if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not a zombie: it has ended, and whoever inherits orphans may never ask for it."""
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 _server: _ForkServer | None = None
