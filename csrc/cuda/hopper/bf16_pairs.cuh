@@ -13,6 +13,10 @@ __device__ inline uint32_t pack(float low, float high) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&both);
 }
+__device__ inline float low_half(uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ inline float high_half(uint32_t packed) {
+  return __uint_as_float(packed & 0xffff0000u);
+}
 
 // Four words of each lane of four become the four at its own place of all of them.
 __device__ inline void transpose_words(uint32_t (&word)[4]) {

@@ -66,16 +66,9 @@ struct Barriers {
   __device__ void init(int count) const {
     for (int i = threadIdx.x; i < 2 * count; i += blockDim.x)
       asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(full + i)));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_fence();
   }
 };
-
-__device__ inline void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
 
 // A tile is one copy: rows of 128 bytes, 16 tokens of a block, their chunks, keys and values.
 __device__ inline void load_tile(void* to, const CUtensorMap* map, int token, int chunk, int block,

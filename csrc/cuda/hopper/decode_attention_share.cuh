@@ -9,11 +9,6 @@ namespace vllm_cuda::decode_attention {
 
 __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
 struct Sequence {
   int q_start, query_len, seq_len;
   int first;  // key that any of its tokens looks at, rounded down to a tile

@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "hopper/bf16_pairs.cuh"
 #include "ptx.cuh"
 
 namespace vllm_cuda {
@@ -81,16 +82,6 @@ __device__ inline void multiply_add(float (&d)[4], const Tile& a, uint32_t b0, u
 __device__ inline void add_product(Sums& d, const Tile& a, const Tile& b) {
   multiply_add(d.v[0], a, b.r[0], b.r[1]);
   multiply_add(d.v[1], a, b.r[2], b.r[3]);
-}
-
-__device__ inline uint32_t pack(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-__device__ inline float low_half(uint32_t packed) { return __uint_as_float(packed << 16); }
-__device__ inline float high_half(uint32_t packed) {
-  return __uint_as_float(packed & 0xffff0000u);
 }
 
 // fp32 values as the sum of two bf16, which keeps 16 of their 24 bits.

@@ -302,14 +302,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     Ring(shared.item_barriers, kItems).init(kWarps + S::CONVERTERS);
     if constexpr (S::FP8) {
       for (int i = 0; i < S::STAGES; ++i) {
-        init_barrier(shared.key_barriers + 2 * S::STAGES + i);
-        init_barrier(shared.value_barriers + 2 * S::STAGES + i);
+        init_barrier(shared.key_barriers + 2 * S::STAGES + i, 1);
+        init_barrier(shared.value_barriers + 2 * S::STAGES + i, 1);
       }
     }
     for (auto& barriers : shared.query_barriers) Ring(barriers, 1).init(4);
-    for (auto& barrier : shared.landed) init_barrier(&barrier);
+    for (auto& barrier : shared.landed) init_barrier(&barrier, 1);
     Ring(shared.claim_barriers, kClaims).init(max(cluster.size - 1, 1));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barriers_fence();
   }
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {

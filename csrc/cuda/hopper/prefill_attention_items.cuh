@@ -82,15 +82,6 @@ struct alignas(1024) Shared {
   int claims[kClaims];
 };
 
-// For one arrival.
-__device__ inline void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)));
-}
-__device__ inline void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-               : "memory");
-}
-
 // Where a stage's copies count: its consumers' barrier, unless converters see it first.
 template <typename S>
 __device__ uint64_t* fetched(Ring& ring) {

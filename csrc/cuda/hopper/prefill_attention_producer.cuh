@@ -25,13 +25,6 @@ __device__ inline void load_box(void* to, const CUtensorMap* map, int chunk, int
   load_squares(to, map, chunk, group, block, barrier);
 }
 
-__device__ inline void expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
-}
-
 // Stores an int in CTA `rank` and counts its bytes at a barrier there.
 __device__ inline void send(int rank, int value, int* to, uint64_t* barrier) {
   asm volatile(
@@ -82,7 +75,7 @@ struct Producer {
 
   __device__ void load_boxes(__nv_bfloat16* to, const CUtensorMap* map, int head, Place place,
                              uint64_t* barrier) const {
-    if (lane == 0) expect(barrier, kTileBytes);
+    if (lane == 0) arrive_expecting(barrier, kTileBytes);
     __syncwarp();
     if (lane < kBoxes && (lane & (cluster.size - 1)) == cluster.rank) {
       load_box(to + lane * kBoxElements + (S::FP8 ? kBoxElements / 2 : 0), map,
@@ -132,7 +125,7 @@ struct Producer {
     if (lane < S::CONSUMERS) {
       uint64_t* barriers = shared.query_barriers[lane];
       wait_parity(barriers + 1, query_phase ^ 1);
-      expect(barriers, tokens * args.group * 2 * S::HEAD_DIM);
+      arrive_expecting(barriers, tokens * args.group * 2 * S::HEAD_DIM);
       for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
         load_tile(shared.query[lane][chunk], &maps.query, chunk * 64, item.head * args.group,
                   item.token + lane * tokens, barriers);
@@ -164,7 +157,7 @@ struct Producer {
     claims.advance();
   }
   __device__ int passed_on() {
-    if (lane == 0) expect(claims.full(), sizeof(int));
+    if (lane == 0) arrive_expecting(claims.full(), sizeof(int));
     claims.wait_full();
     const int next = shared.claims[claims.index];
     __syncwarp();

@@ -13,9 +13,6 @@ struct QueryRow {
   int head, kv_head;
 };
 
-__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
 // Keys or values of one token and head, two at a time.
 template <typename S>
 struct CacheRow {
@@ -61,7 +58,7 @@ __device__ inline void attend_row(const PrefillAttentionArgs& args, const QueryR
       score = 0.0f;
       for (int i = 0; i < S::HEAD_DIM / 2; ++i) {
         const uint32_t q = query[i], k = key.pair(i);
-        score = fmaf(low(q), low(k), fmaf(high(q), high(k), score));
+        score = fmaf(low_half(q), low_half(k), fmaf(high_half(q), high_half(k), score));
       }
       score *= args.scale;
     }
@@ -78,8 +75,8 @@ __device__ inline void attend_row(const PrefillAttentionArgs& args, const QueryR
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const uint32_t v = value.pair(lane + 32 * i);
-        sums[2 * i] = fmaf(by, low(v), sums[2 * i]);
-        sums[2 * i + 1] = fmaf(by, high(v), sums[2 * i + 1]);
+        sums[2 * i] = fmaf(by, low_half(v), sums[2 * i]);
+        sums[2 * i + 1] = fmaf(by, high_half(v), sums[2 * i + 1]);
       }
     }
   }

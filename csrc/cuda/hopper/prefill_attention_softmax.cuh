@@ -21,9 +21,8 @@ __device__ inline float times_sigmoid(float x, float gate) {
 }
 
 __device__ inline uint32_t gated(uint32_t x, uint32_t gate) {
-  return pack(
-      times_sigmoid(__uint_as_float(x << 16), __uint_as_float(gate << 16)),
-      times_sigmoid(__uint_as_float(x & 0xffff0000u), __uint_as_float(gate & 0xffff0000u)));
+  return pack(times_sigmoid(low_half(x), low_half(gate)),
+              times_sigmoid(high_half(x), high_half(gate)));
 }
 
 constexpr float kHeadroom = 64.0f;       // binades of a row's first weights below one
