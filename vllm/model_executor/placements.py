@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
+NO_SUPERNET = "the model is no supernet: each of its layers has one mixer"
+
 _ALIASES = {"swa": "sliding_window", "attn": "attention"}
 _ALL, _BOOKEND = "all-", "bookend-attn-"
 _EVERY = re.compile(r"every(\d{1,9})(?:st|nd|rd|th)-(.+)")

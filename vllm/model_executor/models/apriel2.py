@@ -29,6 +29,7 @@ from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper
 from vllm.model_executor.placements import (
+    NO_SUPERNET,
     Placement,
     check_names,
     expand,
@@ -47,7 +48,6 @@ from vllm.transformers_utils.configs.apriel2 import (
 
 #: where tensors go whose mixer is not part of the model
 _UNSELECTED = "unselected_mixers."
-_NO_SUPERNET = "the model is no supernet: each of its layers has one mixer"
 
 
 class Apriel2DecoderLayer(DecoderLayer):
@@ -188,7 +188,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
 
     def _checked(self, placement: Placement) -> list[str]:
         if not self._supernet_layers():
-            raise placement_error(_NO_SUPERNET)
+            raise placement_error(NO_SUPERNET)
         names = expand(placement, self.config.num_hidden_layers)
         check_names(names, self.get_layer_mixers())
         return names
@@ -207,7 +207,7 @@ def _check_aliases(model: ModelConfig) -> None:
     for name, placement in model.placement_aliases.items():
         try:
             if not choices:
-                raise placement_error(_NO_SUPERNET)
+                raise placement_error(NO_SUPERNET)
             names = expand(placement, num_layers)
             check_names(names, choices)
             if is_short_form(name) and expand(name, num_layers) != names:

@@ -22,7 +22,12 @@ from vllm.model_executor.models.interfaces import (
     HasPlacements,
     as_stage,
 )
-from vllm.model_executor.placements import Placement, placement_error, why_one_at_a_time
+from vllm.model_executor.placements import (
+    NO_SUPERNET,
+    Placement,
+    placement_error,
+    why_one_at_a_time,
+)
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockOperation
@@ -241,7 +246,7 @@ class ModelOnDevice:
     def supernet(self) -> HasPlacements:
         """The model; `VLLMValidationError` if its layers have one mixer each."""
         if not isinstance(self.model, HasPlacements) or not self.model.get_mixer_names():
-            raise placement_error("the model is no supernet: each of its layers has one mixer")
+            raise placement_error(NO_SUPERNET)
         return self.model
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
