@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from tests.distributed.kv_transfer.offload_engines import worker_connector_of
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
 MB = 2**20
@@ -40,3 +42,12 @@ def hand_on(llm: LLM, prompt: Sequence[int], max_tokens: int = 12) -> dict[str, 
     params = ask(llm, prompt, max_tokens, do_remote_decode=True).kv_transfer_params
     assert params is not None
     return params
+
+
+def await_release(producer: LLM) -> None:
+    """A consumer says that it needs a copy no more by a thread that no request waits for."""
+    sender = worker_connector_of(producer)._sender
+    deadline = time.monotonic() + 60
+    while sender._held or sender._staging.used_bytes:
+        assert time.monotonic() < deadline, "the producer does not hear that it may forget it"
+        time.sleep(0.001)

@@ -15,9 +15,8 @@ from tests.distributed.kv_transfer.offload_engines import (
     drain,
     engine,
     prompt,
-    worker_connector_of,
 )
-from tests.distributed.kv_transfer.p2p_engines import ask, hand_on, transfer
+from tests.distributed.kv_transfer.p2p_engines import ask, await_release, hand_on, transfer
 from vllm import LLM
 
 needs_nixl = pytest.mark.skipif(
@@ -57,8 +56,7 @@ def test_same_tokens_as_one_engine(alone: LLM, pair: tuple[LLM, LLM], length: in
     assert answer.num_cached_tokens == length - 1
     drain(first)
     drain(second)
-    assert not worker_connector_of(first)._sender._held, "the producer forgets what was fetched"
-    assert not worker_connector_of(first)._sender._staging.used_bytes
+    await_release(first)
 
 
 def test_the_rest_of_a_conversation_comes(alone: LLM, pair: tuple[LLM, LLM]) -> None:
@@ -72,7 +70,7 @@ def test_the_rest_of_a_conversation_comes(alone: LLM, pair: tuple[LLM, LLM]) -> 
     assert answer.num_cached_tokens == len(longer) - 1
     drain(first)
     drain(second)
-    assert not worker_connector_of(first)._sender._held, "the producer heard that it may forget it"
+    await_release(first)
 
 
 def test_what_arrived_is_used_in_the_next_step(
@@ -115,6 +113,7 @@ def test_state_of_another_prompt_is_refused(
     answer = ask(second, prompt(32, 60), 12, **params)
     assert answer.outputs[0].finish_reason == "error"
     assert "is of other tokens than this prompt" in caplog.text
+    await_release(first)
     ended = ask(second, prompt(31, 60), 12, **params)
     assert ended.outputs[0].finish_reason == "error", "it was given up"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt, worker_connector_of
-from tests.distributed.kv_transfer.p2p_engines import ask, hand_on, transfer
+from tests.distributed.kv_transfer.offload_engines import drain, engine, prompt
+from tests.distributed.kv_transfer.p2p_engines import ask, await_release, hand_on, transfer
 from tests.draft_models import TINY, mtp_tensors, with_mtp
 from tests.tiny_models import tiny_model
 from vllm import LLM
@@ -57,7 +57,7 @@ def test_ngram_keeps_no_state(sides: str, expected: list[int]) -> None:
         assert answer.num_cached_tokens == len(TOKENS) - 1
         drain(consumer)
         drain(producer)
-        assert not worker_connector_of(producer)._sender._held
+        await_release(producer)
 
 
 def test_a_drafter_with_state_of_its_own_goes_along(expected: list[int]) -> None:
