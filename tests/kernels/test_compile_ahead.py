@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from apriel2_models import make_tensors, save, stochastic
 from draft_models import TINY, mtp_tensors, with_mtp, write_eagle3
 from tiny_models import tiny_model
 from triton import knobs
@@ -328,3 +329,21 @@ def test_a_drafter_is_noted_before_anything_is_sampled(
     )
     assert any("attention" in name for name in noted["foreseen"])
     assert noted["further"] == []
+
+
+def test_placements_that_are_not_rehearsed_need_no_kernel(tmp_path: Path) -> None:
+    """Other numbers and orders of the same mixers launch what those before them did."""
+    decoder = stochastic(5)
+    supernet = save(tmp_path / "supernet", decoder, make_tensors(decoder))
+    placements = [
+        "attention,attention,gdn,gdn,attention",
+        "kda,kda,kda,kda,kda",
+        "attention,gdn,attention,attention,attention",
+    ]
+    found = run_compiled(
+        "placement_kernels_script.py", str(supernet), *placements, cache=tmp_path / "cache"
+    )
+    assert [one["new"] for one in found] == [True, True, False]
+    first, other, again = (one["kernels"] for one in found)
+    assert first != other and len(first) > 20
+    assert again == first

@@ -62,7 +62,7 @@ class _Pair:
         if type(a) is not type(b):
             return False
         if isinstance(a, Tensor):
-            return _form(a) == _form(b)
+            return tensor_form(a) == tensor_form(b)
         if isinstance(a, str):
             return a.replace(self._names[0], ".*.") == b.replace(self._names[1], ".*.")
         if isinstance(a, dict):
@@ -91,6 +91,7 @@ class _Pair:
             return False
 
 
-def _form(tensor: Tensor) -> tuple[object, ...]:
+def tensor_form(tensor: Tensor) -> tuple[object, ...]:
+    """What kernels are chosen and compiled by, of a tensor; equal forms have equal hashes."""
     place = tensor.data_ptr() % _ALIGNMENT
     return type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, place

@@ -176,6 +176,9 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
             mixer for layer in self._supernet_layers().values() for mixer in layer.mixers.values()
         ]
 
+    def get_used_mixers(self) -> dict[int, nn.Module]:
+        return {i: layer.mixers[layer.active] for i, layer in self._supernet_layers().items()}
+
     def unused_mixers(self, *placements: Placement) -> list[nn.Module]:
         chosen: list[dict[int, str]] = [dict(enumerate(self._checked(one))) for one in placements]
         chosen = chosen or [self.get_layer_placements()]

@@ -124,6 +124,10 @@ class HasPlacements:
         """All mixers of the layers that have several."""
 
     @abstractmethod
+    def get_used_mixers(self) -> dict[int, nn.Module]:
+        """The mixer in use itself, of each layer that has several."""
+
+    @abstractmethod
     def unused_mixers(self, *placements: Sequence[str] | str) -> list[nn.Module]:
         """The mixers that no layer uses in any of these placements, or now if none is given; raises
         as above."""

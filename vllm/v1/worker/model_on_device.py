@@ -52,6 +52,7 @@ from vllm.v1.worker.journal_pool import (
 from vllm.v1.worker.mixer_weights import MixerWeights
 from vllm.v1.worker.pipeline_stage import PipelineStage
 from vllm.v1.worker.placed_state import PlacedState
+from vllm.v1.worker.rehearsals import Rehearsals
 from vllm.v1.worker.residual_tap import ResidualTap, ask_for_captured_streams
 from vllm.v1.worker.sanitizer import Sanitizer
 from vllm.v1.worker.staging import Uploads
@@ -107,6 +108,8 @@ class ModelOnDevice:
         self.capture: HiddenStateCapture | None = None
         self.tap: ResidualTap
         self.mixers: MixerWeights
+        #: what warm-up has run, at the start and after changes of placement
+        self.rehearsals = Rehearsals()
         #: what a step takes at most beside weights and state, if that was measured
         self.activation_bytes = 0
         self.sanitizer: Sanitizer | None = None

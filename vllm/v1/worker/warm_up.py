@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import get_tp_group, without_communication
 from vllm.kernels.chunks import CHUNK
 from vllm.model_executor.layers.fla.ops.gated_delta_rule.scan_segments import WORTH_CUTTING
 from vllm.model_executor.layers.moe import forget_counts, has_mixtures
+from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.sampling_params import SamplingParams
 from vllm.utils.startup_phases import startup_phase
 from vllm.v1.core.arena_planner import plan_arena
@@ -142,7 +143,7 @@ def warm_up(runner: ModelRunner) -> None:
     choose from. CUDA only."""
     for index in reversed(runner.placed):
         runner.use_placement(index)
-        _rehearse(runner, decode_known_tokens=False)
+        rehearse_if_new(runner)
         with startup_phase("graph capture"):
             runner.plan_graphs()
             capture_until(runner.graphs, runner.vllm_config.compilation_config.ready_by_s)
@@ -164,6 +165,24 @@ def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
             "--ready-in leaves no more time before it",
             "all before it",
         )
+
+
+def rehearse_if_new(runner: ModelRunner) -> None:
+    """Run every kernel of the placement in use once, unless earlier ones had them all."""
+    if is_new(runner):
+        _rehearse(runner, decode_known_tokens=False)
+    elif runner.journals is not None:
+        # What writes several layers' states together may go by their number.
+        runner.journals.rehearse()
+
+
+def is_new(runner: ModelRunner) -> bool:
+    """Whether the placement in use has kernels that none before it had; from here on it is one of
+    those before."""
+    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+    model = runner.model
+    mixers = model.get_used_mixers() if isinstance(model, HasPlacements) else {}
+    return runner.rehearsals.add(specs, mixers)
 
 
 def _rehearse(runner: ModelRunner, decode_known_tokens: bool) -> None:
