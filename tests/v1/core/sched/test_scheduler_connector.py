@@ -475,6 +475,32 @@ def test_an_earlier_step_of_a_request_does_not_end_its_load(beside_steps):
     expect(driver, "a", prompt)
 
 
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_who_shares_a_load_hears_that_it_failed_though_its_request_is_gone(how):
+    driver = make_driver(policy="recompute", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(48, False), (0, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    driver.add(make_request("b", [*prompt, 7]))
+    driver.launch()
+    assert driver.scheduler.kv_cache_manager.get_block_ids("b")[0][:3] == blocks[:3]
+    for offset in range(BLOCK_SIZE):  # the second block never arrived
+        del driver.worker.slots[blocks[1] * BLOCK_SIZE + offset]
+    if how == "abort":
+        driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler.running.remove(request)
+        driver.scheduler._preempt(request)
+    report(driver, invalid_block_ids={blocks[1]})
+    driver.run()
+    expect(driver, "b", [*prompt, 7])
+
+
 def test_groups_of_failed_blocks():
     """A failed state block 5 leaves another request's attention block 5 alone."""
     held = {"loads": ([3, 4], [5]), "runs": ([5, 6], [7])}

@@ -74,6 +74,8 @@ class KVTransfer:
         self.sending: set[str] = set()
         #: loads whose outcome is not known yet
         self._loads: dict[str, _Load] = {}
+        #: those of steps in flight whose request has given its blocks up: others may share them
+        self._abandoned: list[_Load] = []
         self._num_ended_steps = 0
         #: requests that wait for a report: since when, and whether that was said
         self._waits: dict[str, tuple[float, bool]] = {}
@@ -130,6 +132,7 @@ class KVTransfer:
             return
         load = self._loads.pop(request.request_id, None)
         if load is not None:
+            self._abandoned.append(load)
             self._manager.forget_after(request, load.start)
             request.num_computed_tokens = min(request.num_computed_tokens, load.start)
 
@@ -155,7 +158,8 @@ class KVTransfer:
     def failed_blocks(self, output: KVConnectorOutput) -> set[tuple[int, int]]:
         """Pairs of state group and block that failed to load."""
         failed = set(output.invalid_blocks)
-        for load in self._loads.values() if output.invalid_block_ids else ():
+        loads = (*self._loads.values(), *self._abandoned) if output.invalid_block_ids else ()
+        for load in loads:
             failed.update(pair for pair in load.blocks if pair[1] in output.invalid_block_ids)
         return failed
 
@@ -166,6 +170,7 @@ class KVTransfer:
             load = self._loads.get(request_id)
             if load is not None and load.step == self._num_ended_steps:
                 del self._loads[request_id]
+        self._abandoned = [one for one in self._abandoned if one.step > self._num_ended_steps]
         self._num_ended_steps += 1
         self._warn_of_waits(time.monotonic())
 
