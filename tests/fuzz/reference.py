@@ -159,10 +159,11 @@ def _row_differences(spec: Spec, expected: Result, got: Result) -> list[str]:
 
 
 def _flat(positions: Sequence[Any] | None) -> Tensor | None:
-    """The log-probability of each position's own token, the first listed."""
+    """The log-probabilities of each position: of its own token, then of the most likely ones. Two
+    of these that are equal but for rounding may change places."""
     if positions is None:
         return None
-    values = [next(iter(p.values())).logprob for p in positions if p]
+    values = [listed.logprob for p in positions if p for listed in p.values()]
     return torch.tensor(values, dtype=torch.float64)
 
 

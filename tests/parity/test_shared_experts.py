@@ -248,6 +248,29 @@ def test_new_weights_while_requests_run(engine: Callable[..., LLM], tmp_path: Pa
         assert 0 < first_new < length - 5 and all(explained[1][first_new:])
 
 
+def test_new_weights_beside_a_connector(engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """The steps of padding that a replica takes until the other one hears of them, too, are none of
+    its scheduler's, and no connector acts in them."""
+    llm = engine(**extraction(tmp_path, [0, 2, 4]))
+    traffic = Traffic(llm)
+    names = [traffic.add(0, ids, 40) for ids in prompts((60, 20))]
+    traffic.run(10)
+    call = ("collective_rpc", "reload_weights", None, (), None)
+    first, second = llm.llm_engine.engine_core.links
+    early = second.call(*call)
+    traffic.run(5)
+    assert not early.done()
+    assert first.call(*call).result() == early.result() == [None]
+    names.append(traffic.add(1, prompts((30,))[0], 3))
+    traffic.run()
+    traffic.check()
+    for name in names:
+        output = traffic.outputs[name]
+        assert output.kv_transfer_params is not None
+        stored = load_hidden_states(output.kv_transfer_params["hidden_states_path"])
+        assert stored["token_ids"].tolist() == output.prompt_token_ids
+
+
 def chosen_by(model: Path, output: RequestOutput) -> list[bool]:
     """Of each token, whether it is the model's choice with its probability."""
     prompt, (one,) = list(output.prompt_token_ids or []), output.outputs

@@ -124,7 +124,8 @@ def test_compress_ratios_are_different_groups():
     assert [g.layer_names for g in groups] == [["a", "d"], ["b"], ["c"]]
     larger = get_kv_cache_groups(vllm_config(block_sizes={"mla_attention": 256}), compressed())
     assert [g.kv_cache_spec.block_size for g in larger] == [128, 256, 256]
-    with pytest.raises(ValueError, match="64 is no multiple of compress_ratio 128.*choose"):
+    message = "--block-sizes: 64 tokens for 'mla_attention' are no multiple of the 128 .* layer c"
+    with pytest.raises(VLLMValidationError, match=message):
         get_kv_cache_groups(vllm_config(block_sizes={"mla_attention": 64}), compressed())
     with pytest.raises(ValueError, match="cannot share one group"):
         get_kv_cache_groups(vllm_config(disable_hybrid_kv_cache_manager=True), compressed())

@@ -278,16 +278,18 @@ class Expressions(Body):
         return join_all(values)
 
     def condition(self, node: ast.expr, hazard: int, message: str) -> Value:
-        """A test; a device value in it is a hazard."""
-        parts = node.values if isinstance(node, ast.BoolOp) else [node]
-        values = [self.value(part) for part in parts]
-        for part, value in zip(parts, values, strict=True):
-            if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
-                continue
-            device = is_array(value) and not isinstance(value, Items)
-            if device or (isinstance(value, Host) and "device" in value.tags):
-                self.report(hazard, part, message)
-        return values[0] if len(values) == 1 else Host()
+        """A test; a device value in it is a hazard, also behind `not`, `and` and `or`."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return _negated(self.condition(node.operand, hazard, message))
+        if isinstance(node, ast.BoolOp):
+            for part in node.values:
+                self.condition(part, hazard, message)
+            return Host()
+        value = self.value(node)
+        device = is_array(value) and not isinstance(value, Items)
+        if device or (isinstance(value, Host) and "device" in value.tags):
+            self.report(hazard, node, message)
+        return value
 
     # ---- subscripts ----------------------------------------------------------------------------
 

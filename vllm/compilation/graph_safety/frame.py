@@ -11,6 +11,7 @@ import torch
 
 from vllm.compilation.graph_safety.annotations import annotated, import_name
 from vllm.compilation.graph_safety.expressions import Expressions
+from vllm.compilation.graph_safety.hazards import hazard_of_branch
 from vllm.compilation.graph_safety.sources import definition
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
@@ -29,6 +30,12 @@ from vllm.compilation.graph_safety.values import (
 from vllm.compilation.graph_safety.walker import Mode
 
 _WAITS = frozenset({"wait_stream", "wait_event"})
+#: what is said of a branch, by its hazard
+_OF_BRANCHES = {
+    5: "the branch depends on a device value",
+    8: "the function is left where a device value says so",
+    11: "the loop ends where a device value says so",
+}
 
 
 class Frame(Expressions):
@@ -127,11 +134,8 @@ class Frame(Expressions):
         self.returned = value if self.returned == UNKNOWN else join(self.returned, value)
 
     def _branch(self, node: ast.If) -> None:
-        leaves = isinstance(node.body[0], ast.Return | ast.Continue | ast.Break)
-        if leaves:
-            test = self.condition(node.test, 8, "the function is left where a device value says so")
-        else:
-            test = self.condition(node.test, 5, "the branch depends on a device value")
+        hazard = hazard_of_branch(node)
+        test = self.condition(node.test, hazard, _OF_BRANCHES[hazard])
         if isinstance(test, Known) and isinstance(test.object, bool):
             self.walk(node.body if test.object else node.orelse)
             return

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 
@@ -219,6 +220,14 @@ BY_CALLS = {
     22: "the tables of the capture may still hold the same",
     27: "which value was meant the result does not say",
 }
+
+
+def hazard_of_branch(node: ast.If) -> int:
+    """The item of a branch on a device value: what its body does in the end says which."""
+    last = node.body[-1]
+    if isinstance(last, ast.Return | ast.Continue):
+        return 8
+    return 11 if isinstance(last, ast.Break) else 5
 
 
 def coverage(hazard: Hazard) -> str:

@@ -82,6 +82,13 @@ def _with_block_sizes(
             f"--block-sizes: no layer keeps {sorted(unknown)}; this model's kinds of state with "
             f"blocks of tokens: {sorted(kinds)}"
         )
+    for name, spec in specs.items():
+        size = sizes.get(spec.kind, spec.block_size)
+        if size % spec.tokens_per_row:
+            raise VLLMValidationError(
+                f"--block-sizes: {size} tokens for {spec.kind!r} are no multiple of the "
+                f"{spec.tokens_per_row} that a row of layer {name} stands for"
+            )
     return {
         name: spec.copy_with_new_block_size(sizes.get(spec.kind, spec.block_size))
         for name, spec in specs.items()

@@ -340,6 +340,7 @@ class EngineCore:
         """Take a step of another replica without any of this one's requests."""
         assert self.joint is not None
         output = SchedulerOutput.make_empty()
+        output.unscheduled = True
         output.joint = self.joint.join(output.shape(self._widths))
         self.executor.execute_model(output).result(self.executor.step_timeout_s)
         if output.joint is not None:

@@ -246,7 +246,9 @@ class ModelRunner(RequestsOnDevice, KVConnectorModelRunnerMixin):
             steps.tokens(1, exchange_rows=joint.num_tokens)()
         else:
             steps.replay(self.graphs, replay)
-        result = self._without_forward(scheduler_output)
+        result = EMPTY_MODEL_RUNNER_OUTPUT
+        if not scheduler_output.unscheduled:
+            result = self._without_forward(scheduler_output)
         transfers, failed = result.kv_connector_output, result.failed_req_ids
         nothing = self.batch.order({}, set())
         return StepOutput(nothing, self.vocab_size, None, [], transfers, failed, self.device)

@@ -129,6 +129,8 @@ class Branches(nn.Module):
         count = int(position[0])  # 1
         if count > 3:  # 5
             x = x * 3
+        if not count:  # 8
+            return x
         return x[:count] + flag  # 10
 
 

@@ -451,6 +451,56 @@ def test_a_load_is_not_cached_if_its_request_goes_before_the_outcome_is_known(ho
     expect(driver, "again", prompt)
 
 
+@pytest.mark.parametrize("beside_steps", [False, True])
+def test_an_earlier_step_of_a_request_does_not_end_its_load(beside_steps):
+    """It was preempted while the step ran, and what it loads since may still fail."""
+    driver = make_driver(policy="recompute", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(0, False), (48, beside_steps), (0, False)]
+    driver.add(request)
+    driver.launch()
+    assert driver.scheduler.reset_prefix_cache(reset_running_requests=True)
+    driver.worker.slots.clear()
+    output = driver.scheduler.schedule()
+    bad = driver.scheduler.kv_cache_manager.get_block_ids("a")[0][1:3]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    for position in range(16, 48):  # two blocks never arrived
+        del driver.worker.slots[bad[position // 16 - 1] * BLOCK_SIZE + position % BLOCK_SIZE]
+    driver.collect()
+    received = {"a"} if beside_steps else None
+    report(driver, invalid_block_ids=set(bad), finished_recving=received)
+    driver.run()
+    expect(driver, "a", prompt)
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_who_shares_a_load_hears_that_it_failed_though_its_request_is_gone(how):
+    driver = make_driver(policy="recompute", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    request = make_request("a", prompt)
+    driver.connector.matches["a"] = [(48, False), (0, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    driver.add(make_request("b", [*prompt, 7]))
+    driver.launch()
+    assert driver.scheduler.kv_cache_manager.get_block_ids("b")[0][:3] == blocks[:3]
+    for offset in range(BLOCK_SIZE):  # the second block never arrived
+        del driver.worker.slots[blocks[1] * BLOCK_SIZE + offset]
+    if how == "abort":
+        driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler.running.remove(request)
+        driver.scheduler._preempt(request)
+    report(driver, invalid_block_ids={blocks[1]})
+    driver.run()
+    expect(driver, "b", [*prompt, 7])
+
+
 def test_groups_of_failed_blocks():
     """A failed state block 5 leaves another request's attention block 5 alone."""
     held = {"loads": ([3, 4], [5]), "runs": ([5, 6], [7])}
@@ -459,7 +509,7 @@ def test_groups_of_failed_blocks():
     transfer = KVTransfer(make_driver().connector, SimpleNamespace(kv_cache_groups=groups), manager)
     manager.get_blocks = lambda _: SimpleNamespace(get_block_ids=lambda: ([],))
     requests = {name: make_request(name, prompt_of(0, 40)) for name in held}
-    transfer.after_allocation(requests["loads"], 32, 32)
+    transfer.after_allocation(requests["loads"], 32, 32, 0)
     requests["loads"].num_computed_tokens = requests["runs"].num_computed_tokens = 32
     for report in (
         KVConnectorOutput(invalid_block_ids={5, 6}),

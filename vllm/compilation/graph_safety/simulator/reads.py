@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import ast
 
+from vllm.compilation.graph_safety.hazards import hazard_of_branch
 from vllm.compilation.graph_safety.simulator.spots import Spot, running_functions
 
 #: ops that choose a token
 _SAMPLERS = frozenset({"argmax", "argmax_rows", "draw_tokens", "multinomial"})
 #: functions with which libraries plan
 _PLANNERS = frozenset({"plan", "begin_forward"})
+#: what has a test
+_TESTING = ast.If | ast.While | ast.IfExp | ast.Assert
 
 
 def read_hazard(spot: Spot, producer: str) -> int:
@@ -37,28 +40,20 @@ def _has_bounds(index: ast.expr) -> bool:
 
 
 def _hazard_in(node: ast.AST, inner: ast.AST | None) -> int | None:
-    """What reading `inner`, a part of `node`, does there; None where `node` does not tell."""
+    """What reading `inner`, a part of `node`, does there; None where `node` does not tell. An
+    instruction of `node` as a whole, without `inner`, is the jump after its test."""
     if isinstance(node, ast.Slice):
         return 10
-    if isinstance(node, ast.While) and inner is node.test:
-        return 11
     if isinstance(node, ast.For) and inner is node.iter:
         return 3
     if isinstance(node, ast.Subscript) and inner is node.slice:
         # An index that the host must know chooses a module or a list's element.
         return 3
-    if isinstance(node, ast.If) and inner is node.test:
-        return _branch(node)
-    if isinstance(node, ast.IfExp | ast.Assert) and inner is node.test:
-        return 5
+    if isinstance(node, _TESTING) and (inner is None or inner is node.test):
+        if isinstance(node, ast.While):
+            return 11
+        return hazard_of_branch(node) if isinstance(node, ast.If) else 5
     return 1 if isinstance(node, ast.stmt) else None
-
-
-def _branch(node: ast.If) -> int:
-    last = node.body[-1]
-    if isinstance(last, ast.Return | ast.Continue):
-        return 8
-    return 11 if isinstance(last, ast.Break) else 5
 
 
 def stores_element(spot: Spot) -> bool:

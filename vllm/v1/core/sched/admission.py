@@ -136,16 +136,18 @@ class SchedulerAdmission(SchedulerResults):
             return self._no_room(request, remaining > self.max_num_batched_tokens)
         if self.transfer is not None:
             try:
-                self.transfer.after_allocation(request, prefix.computed, prefix.num_external)
+                self.transfer.after_allocation(
+                    request, prefix.computed, prefix.num_external, len(self._in_flight)
+                )
             except Exception as error:
                 return self._fail_admission(request, error)
         self._count_prefix(request, prefix)
-        request.num_computed_tokens = prefix.computed
         if prefix.load_async:
             assert self.transfer is not None
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self.transfer.loading.add(request.request_id)
             return _Admission.SKIPPED
+        request.num_computed_tokens = prefix.computed
         self._start(request, step, num_tokens)
         return _Admission.RUNS
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -43,17 +44,20 @@ def create_scheduler_connector(
 
 @dataclass(frozen=True)
 class _Load:
-    """What a connector brings for one request: the tokens from `start` on, into `blocks`, pairs of
-    state group and block."""
+    """What a connector brings for one request: the tokens from `start` to `end`, into `blocks`,
+    pairs of state group and block. `step`: the number of the step that it was asked for in."""
 
     start: int
+    end: int
     blocks: frozenset[tuple[int, int]]
+    step: int
 
 
 class KVTransfer:
     """Which requests wait for transfers, and the calls into the connector.
 
-    `loading`: requests whose prefix is being fetched; their blocks must not be freed.
+    `loading`: requests whose prefix is being fetched beside the steps; their blocks must not be
+    freed, and nothing of them counts as computed.
     `received`: loads that ended, not yet scheduled. `sending`: finished requests whose blocks the
     connector still reads.
     """
@@ -70,6 +74,9 @@ class KVTransfer:
         self.sending: set[str] = set()
         #: loads whose outcome is not known yet
         self._loads: dict[str, _Load] = {}
+        #: those of steps in flight whose request has given its blocks up: others may share them
+        self._abandoned: list[_Load] = []
+        self._num_ended_steps = 0
         #: requests that wait for a report: since when, and whether that was said
         self._waits: dict[str, tuple[float, bool]] = {}
         self._next_look_s = 0.0
@@ -94,22 +101,29 @@ class KVTransfer:
         return request_id in self.loading or request_id in self.received
 
     def after_allocation(
-        self, request: Request, num_computed_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        num_steps_in_flight: int,
     ) -> None:
-        """`num_external_tokens` of the `num_computed_tokens` are the connector's to load."""
+        """`num_external_tokens` of the `num_computed_tokens` are the connector's to load, for the
+        step after those in flight."""
         if num_external_tokens:
-            self._note_load(request, num_computed_tokens - num_external_tokens, num_computed_tokens)
+            start = num_computed_tokens - num_external_tokens
+            step = self._num_ended_steps + num_steps_in_flight
+            self._note_load(request, start, num_computed_tokens, step)
         blocks = self._manager.get_blocks(request.request_id)
         self.connector.update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _note_load(self, request: Request, start: int, end: int) -> None:
+    def _note_load(self, request: Request, start: int, end: int, step: int) -> None:
         blocks: set[tuple[int, int]] = set()
         block_ids = self._manager.get_block_ids(request.request_id)
         for group, (size, ids) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
             if group not in self._recurrent_groups:  # a state is loaded as a whole
                 ids = ids[start // size : -(-end // size)]
             blocks.update((group, block_id) for block_id in ids)
-        self._loads[request.request_id] = _Load(start, frozenset(blocks))
+        self._loads[request.request_id] = _Load(start, end, frozenset(blocks), step)
 
     def abandon_load(self, request: Request) -> None:
         """The request gives its blocks up, maybe before it is known whether their content came.
@@ -118,26 +132,46 @@ class KVTransfer:
             return
         load = self._loads.pop(request.request_id, None)
         if load is not None:
+            self._abandoned.append(load)
             self._manager.forget_after(request, load.start)
             request.num_computed_tokens = min(request.num_computed_tokens, load.start)
 
-    def load_start(self, request_id: str) -> int:
-        """Tokens before those that a connector brings for the request, 0 if none are on their
-        way."""
-        load = self._loads.get(request_id)
-        return 0 if load is None else load.start
+    def limit_load(self, request_id: str, num_tokens: int) -> None:
+        """When the load beside the steps has ended, no more than `num_tokens` of the request's
+        tokens count as computed. Without such a load nothing happens."""
+        if request_id in self.loading:
+            load = self._loads[request_id]
+            self._loads[request_id] = replace(load, end=min(load.end, num_tokens))
+
+    def cancel_failed(self, request: Request, valid: int) -> None:
+        """Only the first `valid` of the request's tokens are there, or will be when its load beside
+        the steps has ended; no other request may find more."""
+        start = 0
+        if request.request_id in self.loading:
+            # What lies before such a load was found in the cache and is not in doubt.
+            start = self._loads[request.request_id].start
+            self.limit_load(request.request_id, valid)
+        else:
+            request.num_computed_tokens = valid
+        self._manager.forget_after(request, max(valid, start))
 
     def failed_blocks(self, output: KVConnectorOutput) -> set[tuple[int, int]]:
         """Pairs of state group and block that failed to load."""
         failed = set(output.invalid_blocks)
-        for load in self._loads.values() if output.invalid_block_ids else ():
+        loads = (*self._loads.values(), *self._abandoned) if output.invalid_block_ids else ()
+        for load in loads:
             failed.update(pair for pair in load.blocks if pair[1] in output.invalid_block_ids)
         return failed
 
     def end_step(self, scheduler_output: SchedulerOutput) -> None:
-        """The step's loads are known to have come, or were reported as failed."""
+        """The step's loads are known to have come, or were reported as failed. A request that was
+        preempted while it ran may have another load since."""
         for request_id in scheduler_output.num_scheduled_tokens if self._loads else ():
-            self._loads.pop(request_id, None)
+            load = self._loads.get(request_id)
+            if load is not None and load.step == self._num_ended_steps:
+                del self._loads[request_id]
+        self._abandoned = [one for one in self._abandoned if one.step > self._num_ended_steps]
+        self._num_ended_steps += 1
         self._warn_of_waits(time.monotonic())
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -145,14 +179,7 @@ class KVTransfer:
         request_id = request.request_id
         self.received.discard(request_id)
         self.abandon_load(request)
-        computed = request.num_computed_tokens
-        if request_id in self.loading:
-            # Nothing is there that a connector could keep. What has come in the end is cached here.
-            request.num_computed_tokens = 0
-        try:
-            delay, params = self._ask_at_the_end(request)
-        finally:
-            request.num_computed_tokens = computed
+        delay, params = self._ask_at_the_end(request)
         if delay:
             self.sending.add(request_id)
         return delay or request_id in self.loading, params
@@ -167,8 +194,9 @@ class KVTransfer:
             answer = self.connector.request_finished(request, block_ids[0])
         return answers.finished_request(self.connector, method, answer)
 
-    def update(self, output: KVConnectorOutput) -> list[str]:
-        """Take a step's report; returns ids of which no transfer needs the blocks any more."""
+    def update(self, output: KVConnectorOutput, requests: Mapping[str, Request]) -> list[str]:
+        """Take a step's report on these requests; returns ids of which no transfer needs the blocks
+        any more."""
         self.connector.update_connector_output(output)
         ended: list[str] = []
         for request_id in output.finished_recving or ():
@@ -176,7 +204,7 @@ class KVTransfer:
                 logger.warning("connector reports a load for %s, which has none", request_id)
                 continue
             self.loading.remove(request_id)
-            self._loads.pop(request_id, None)
+            requests[request_id].num_computed_tokens = self._loads.pop(request_id).end
             self.received.add(request_id)
             ended.append(request_id)
         for request_id in output.finished_sending or ():
@@ -208,11 +236,14 @@ class KVTransfer:
                 )
 
     def num_valid_tokens(self, request: Request, failed: set[tuple[int, int]]) -> int | None:
-        """Computed tokens before the first block that failed to load; None: all are valid.
+        """Tokens before the first block that failed to load, of those that are computed or will be
+        when the load beside the steps has ended; None: all are valid.
 
         Recurrent state has no value in the middle, so with such a group nothing is valid; nor is
         anything before the window that was loaded.
         """
+        loading = request.request_id in self.loading
+        num_tokens = self._loads[request.request_id].end if loading else request.num_computed_tokens
         valid: int | None = None
         block_ids = self._manager.get_block_ids(request.request_id)
         for group, (size, ids) in enumerate(zip(self._block_sizes, block_ids, strict=True)):
@@ -220,7 +251,7 @@ class KVTransfer:
             if bad is not None:
                 tokens = 0 if self._recurrent_groups else bad * size
                 valid = tokens if valid is None else min(valid, tokens)
-        if valid is None or valid >= request.num_computed_tokens:
+        if valid is None or valid >= num_tokens:
             return None
         return 0 if self.has_gaps(request) else valid
 

@@ -132,6 +132,9 @@ class SchedulerOutput:
 
     `pause_s`: of a step without tokens, how long workers wait in it for a transfer to end.
 
+    `unscheduled`: of a step of padding for other replicas that is between the scheduler's: nobody
+    takes in its result, so no connector acts in it.
+
     Steps with the same `decode_set_id`, unless it is 0, run the same requests in the same order;
     each decodes equally many tokens and samples. Such steps share `num_scheduled_tokens`,
     `sampling_req_ids` and `scheduled_cached_reqs.req_ids`, which nobody changes.
@@ -159,6 +162,7 @@ class SchedulerOutput:
     placement: int = 0
     joint: StepShape | None = None
     pause_s: float = 0.0
+    unscheduled: bool = False
 
     def shape(self, widths: Sequence[int]) -> StepShape:
         """`widths`: what decodes may be padded to (`VllmConfig.step_widths`). The shape of no

@@ -278,7 +278,7 @@ class SchedulerResults(SchedulerState):
         assert self.transfer is not None
         if transfers.kv_connector_stats is not None:
             self._unsent_stats.add_of_connector(transfers.kv_connector_stats)
-        for request_id in self.transfer.update(transfers):
+        for request_id in self.transfer.update(transfers, self.requests):
             request = self.requests[request_id]
             if request.is_finished and not self.transfer.is_tracking(request_id):
                 self.transfer.received.discard(request_id)
@@ -289,18 +289,12 @@ class SchedulerResults(SchedulerState):
         assert self.transfer is not None
         failed = self.transfer.failed_blocks(transfers)
         for request in list(self.requests.values()) if failed else ():
-            if request.num_computed_tokens == 0:
-                continue
             valid = self.transfer.num_valid_tokens(request, failed)
             if valid is None:
                 continue
-            # What lies before a load beside the steps was found in the cache and is not in doubt.
-            loading = request.request_id in self.transfer.loading
-            start = self.transfer.load_start(request.request_id) if loading else 0
-            self.caches[request.placement].forget_after(request, max(valid, start))
-            request.num_failed_loads += 1
             # Finished ones too: what they computed is cached when their blocks are freed.
-            request.num_computed_tokens = valid
+            self.transfer.cancel_failed(request, valid)
+            request.num_failed_loads += 1
             request.quiet_until = 0
             if request.is_finished:
                 continue

@@ -258,9 +258,9 @@ class SchedulerState(SchedulerInterface):
         request.may_stop_earlier = False
         at_own_end = request.is_finished
         num_rows = request.num_prompt_tokens + num_output_tokens - 1
-        if self.transfer is not None and request_id in self.transfer.loading:
-            # Nothing of it is there yet, and it may be of tokens past the stop.
-            request.num_computed_tokens = 0
+        if self.transfer is not None:
+            # What is on its way may be of tokens past the stop.
+            self.transfer.limit_load(request_id, 0)
         if not at_own_end and request.num_computed_tokens < num_rows:
             # Preempted: a connector may want the state that went with its blocks. It is computed
             # again, up to the last token, which is sampled again.
@@ -368,9 +368,9 @@ class SchedulerState(SchedulerInterface):
             loading = self.transfer.loading
             for request_id in list(self.transfer.received):
                 self._return_received(self.requests[request_id])
-        for request_id in loading:
-            # Its blocks are given back when the load has ended, whatever has come by then.
-            self.requests[request_id].num_computed_tokens = 0
+            for request_id in loading:
+                # Its blocks are given back when the load has ended, whatever has come by then.
+                self.transfer.limit_load(request_id, 0)
         return [r for r in self.requests.values() if r.is_finished or r.request_id in loading]
 
     def take_events(self) -> list[KVCacheEvent]:
