@@ -52,8 +52,9 @@ class CoreProcess:
     def wait_ready(self) -> CoreReady:
         """Block until the core can take requests.
 
-        Raises the core's own `ValueError` for a bad configuration, `RuntimeError` when it failed
-        otherwise or died, `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
+        Raises the core's own `ExplainedError`, or `ValueError` for a bad configuration,
+        `RuntimeError` when it failed otherwise or died, `TimeoutError` after
+        `VLLM_ENGINE_READY_TIMEOUT_S`.
         """
         first_to_report([self])
         timeout_s, ready = envs.VLLM_ENGINE_READY_TIMEOUT_S, self._ready
