@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,6 +222,55 @@ async def test_one_look_that_fails_is_no_hang() -> None:
     async with servers.proxy(health_interval=0.001) as client:
         reply = await asyncio.wait_for(client.post("/v1/completions", json=BODY), 50)
         assert reply.json() == "slow" and servers.hosts() == ["p0", "d0"]
+
+
+class RealServer:
+    """At a port, for an `httpx` that has connections; `answer` writes a reply to a request."""
+
+    def __init__(self, answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> None:
+        self._answer = answer
+        self.url = ""
+
+    async def __aenter__(self) -> RealServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says that the connection may be kept, and drops it as the next request comes."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"content-length: " in head:
+            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await self._answer(writer)
+        await reader.read(1)
+        writer.transport.abort()
+
+    @asynccontextmanager
+    async def proxy(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of a proxy to this server for both."""
+        args = ProxyArgs(prefill=[self.url], decode=[self.url], health_interval=60)
+        app = build_app(args)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+                yield client
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_a_server_does_not_keep_is_no_death() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with RealServer(answer) as server, server.proxy() as client:
+        for _ in range(3):
+            reply = await client.post("/v1/completions", json=BODY)
+            assert (reply.status_code, reply.content) == (200, b"{}"), reply.text
 
 
 @pytest.mark.asyncio

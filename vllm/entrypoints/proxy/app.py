@@ -30,8 +30,9 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
     """`transport`: what carries requests to the servers, for tests."""
     prefill = Instances("prefill", args.prefill)
     decode = Instances("decode", args.decode)
-    # As many connections as there are requests; each server limits its own.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    # As many connections as there are requests; each server limits its own. A connection that is
+    # kept may be closed by the server as a request is sent, which would look like its death.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     http = httpx.AsyncClient(transport=transport, limits=limits, trust_env=False)
     phases = TwoPhases(http, prefill, decode, args.prefill_timeout)
 
