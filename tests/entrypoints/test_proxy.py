@@ -20,6 +20,17 @@ from vllm.entrypoints.proxy.app import build_app
 from vllm.entrypoints.proxy.args import ProxyArgs
 
 STATE = {"do_remote_prefill": True, "remote_request_id": "p-1"}
+#: an ASGI request
+POST = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "headers": [],
+    "query_string": b"",
+    "http_version": "1.1",
+    "scheme": "http",
+}
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 9, "stop": ["x"], "logprobs": 2}
 
 
@@ -274,6 +285,42 @@ async def test_a_connection_that_a_server_does_not_keep_is_no_death() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_answer_that_breaks_off(caplog: pytest.LogCaptureFixture) -> None:
+    """Its client sees no end, the log says why in a line, and the server is left out."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await writer.drain()
+        writer.close()
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with RealServer(answer) as server:
+        app = build_app(ProxyArgs(prefill=[server.url], decode=[server.url], health_interval=60))
+        async with app.router.lifespan_context(app):
+            body = json.dumps({**BODY, "n": 2}).encode()
+            received = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if received:
+                    return received.pop()
+                await asyncio.sleep(60)
+                return {"type": "http.disconnect"}
+
+            await asyncio.wait_for(app(POST, receive, send), 60)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+                shown = (await client.get("http://proxy/health")).json()["decode"][0]
+    assert [message.get("body", b"") for message in sent] == [b"", b"one"]
+    assert sent[-1]["more_body"]
+    assert f"{server.url}/v1/completions has not sent all of an answer: Remote" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert (shown["healthy"], shown["running"]) == (False, 0)
+
+
+@pytest.mark.asyncio
 async def test_no_prompt_is_computed_for_nobody() -> None:
     """Its state would be kept for a whole lease."""
     servers = Servers(down={"d0", "d1"})
@@ -337,11 +384,8 @@ async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
 
     read: list[int] = []
     sent: list[dict[str, Any]] = []
-    path = "/v1/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-    scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "scheme": "http"}
     async with app.router.lifespan_context(app):
-        await asyncio.wait_for(app(scope, receive, send), 60)  # type: ignore[arg-type]
+        await asyncio.wait_for(app(POST, receive, send), 60)  # type: ignore[arg-type]
     assert servers.stopped == [host]
 
 

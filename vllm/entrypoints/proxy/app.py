@@ -14,7 +14,14 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm.entrypoints.proxy.args import ProxyArgs
-from vllm.entrypoints.proxy.two_phases import Answer, Body, Instances, NobodyThere, TwoPhases
+from vllm.entrypoints.proxy.two_phases import (
+    Answer,
+    AnswerBroken,
+    Body,
+    Instances,
+    NobodyThere,
+    TwoPhases,
+)
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -92,7 +99,8 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
 
 
 class _Relay(StreamingResponse):
-    """Hands a reply on; lets go of it whether or not the client stays to the end."""
+    """Hands a reply on; lets go of it whether or not the client stays to the end. One that breaks
+    off does so for the client, too: its connection ends before the reply does."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.chunks(), answer.status, media_type=answer.content_type)
@@ -101,6 +109,8 @@ class _Relay(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except AnswerBroken as error:
+            logger.warning("%s", error)
         finally:
             await self._answer.close()
 
