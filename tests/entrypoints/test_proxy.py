@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -339,6 +340,63 @@ async def test_a_wrong_request_is_told_by_the_first_engine() -> None:
         reply = await client.post("/v1/completions", content=b"[1]")
         assert reply.status_code == 400 and "not a JSON object" in reply.json()["error"]["message"]
         assert (await client.get("/v1/models")).json() == {"data": [{"id": "d0"}]}
+
+
+@pytest.mark.asyncio
+async def test_bodies_may_be_compressed_and_have_a_limit() -> None:
+    """As those of the servers behind it."""
+    servers = Servers()
+    large = {**BODY, "prompt": "x" * 2000}
+    gzipped = {"content-encoding": "gzip"}
+    async with servers.proxy(max_request_body_size=1000) as client:
+
+        async def post(value: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+            content = json.dumps(value).encode()
+            content = gzip.compress(content) if headers == gzipped else content
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+        assert (await post(BODY, gzipped)).json() == {"text": "from d0"}
+        assert servers.seen[-1][1] == {**BODY, "kv_transfer_params": STATE}
+        for headers in (None, gzipped):
+            reply = await post(large, headers)
+            assert reply.status_code == 413 and "--max-request-body-size" in reply.text
+        reply = await post(BODY, {"content-encoding": "br"})
+        assert reply.status_code == 415 and "as gzip or plain" in reply.json()["error"]["message"]
+        broken = {"content": b"{}", "headers": gzipped}
+        reply = await client.post("/v1/completions", **broken)  # type: ignore[arg-type]
+        assert reply.status_code == 400 and "not valid gzip" in reply.json()["error"]["message"]
+    assert len(servers.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/responses"), ("GET", "/v1/completions"), ("GET", "/"), ("DELETE", "/v1/models")],
+)
+@pytest.mark.asyncio
+async def test_other_routes_are_errors_that_say_where_to_go(method: str, path: str) -> None:
+    async with Servers().proxy() as client:
+        reply = await client.request(method, path)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["type"]) == (404, 404, "NotFoundError")
+        assert error["message"].startswith(f"the proxy has no {method} {path}, only POST /v1/comp")
+        assert (await client.head("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["p0", "d0"])
+@pytest.mark.asyncio
+async def test_headers_of_a_reply_that_are_for_the_client(host: str) -> None:
+    headers = {"retry-after": "7", "x-request-id": "r", "connection": "close", "server": host}
+    status = 401 if host == "p0" else 503
+
+    def reply() -> httpx.Response:
+        return httpx.Response(status, content=pieces_of(b"{}"), headers=headers)
+
+    servers = Servers(replies={host: reply}, down={"d1"})
+    async with servers.proxy() as client:
+        got = await client.post("/v1/completions", json=BODY)
+    assert got.status_code == status
+    kept = {name: value for name, value in got.headers.items() if name in headers}
+    assert kept == {"retry-after": "7", "x-request-id": "r"}
 
 
 @pytest.mark.asyncio

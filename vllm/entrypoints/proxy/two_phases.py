@@ -138,7 +138,7 @@ class Answer:
     def __init__(self, reply: httpx.Response, report: Callable[[str], None]) -> None:
         self._url, self._report = str(reply.url), report
         self.status = reply.status_code
-        self.content_type = reply.headers.get("content-type", "application/json")
+        self.headers = reply.headers
         self.held = AsyncExitStack()
         self._chunks = reply.aiter_raw()
         self._first = b""
