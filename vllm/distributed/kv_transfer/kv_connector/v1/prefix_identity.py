@@ -28,7 +28,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     """What the values of a layer's state depend on, however they lie in memory."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     return {
-        "model_config": _digest(model.hf_config.to_dict()),
+        "model_config": config_digest(model.hf_config.to_dict()),
         "placement": placement_identity(vllm_config),
         "weights": weights_identity(vllm_config),
         "captured_layers": (
@@ -133,7 +133,7 @@ def _drafter(vllm_config: VllmConfig) -> dict[str, Any] | None:
     checkpoint, revision = drafter.checkpoint, drafter.checkpoint_revision
     own: dict[str, Any] = {}
     if checkpoint is not None:
-        own["model_config"] = _digest(read_config_dict(checkpoint, revision=revision))
+        own["model_config"] = config_digest(read_config_dict(checkpoint, revision=revision))
         own["weights"] = _weights(vllm_config, checkpoint, revision)
     return {"method": drafter.method, "layer_ids": list(drafter.layer_ids), **own}
 
@@ -143,7 +143,8 @@ def _seed_digest(seed: str | None) -> str | None:
     return None if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
 
 
-def _digest(config: dict[str, Any]) -> str:
+def config_digest(config: dict[str, Any]) -> str:
+    """Of what a `config.json` says, wherever it lies."""
     kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
