@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors raised for bad input, before the engine sees it."""
+"""Errors whose message says all: of bad input, before the engine sees it, and of other programs
+that a start needs."""
 
 from typing import Any
 
 
-class VLLMValidationError(ValueError):
+class ExplainedError(Exception):
+    """An error that its message explains to whoever can mend it: it is shown without a trace."""
+
+
+class StartTimeoutError(ExplainedError, TimeoutError):
+    """What a start waits for, and others have to bring, has not come in time."""
+
+
+class VLLMValidationError(ExplainedError, ValueError):
     """A value given by the user is wrong.
 
     `parameter` names the offending parameter or flag (dotted for nested ones) and `value` what was

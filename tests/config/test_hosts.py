@@ -27,6 +27,19 @@ def test_hosts_share_the_workers() -> None:
     assert ParallelConfig(tensor_parallel_size=2, nnodes=2, **one_replica).local_world_size == 1
 
 
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        (1, "--node-rank 3 is one of several hosts, and --nnodes is 1; add --nnodes N"),
+        (2, "--node-rank 3 with --nnodes 2: must be 0 to 1"),
+    ],
+)
+def test_a_host_that_is_none_of_them(nodes: int, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words) as caught:
+        ParallelConfig(tensor_parallel_size=2, nnodes=nodes, node_rank=3)
+    assert caught.value.parameter == "node_rank"
+
+
 @pytest.mark.parametrize("seconds", [0, -3])
 def test_waiting_takes_time(seconds: int) -> None:
     """0 is not "no limit", nor the default."""

@@ -34,6 +34,8 @@ LOCAL: list[tuple[dict[str, Any], range]] = [
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data_parallel_size_local": 2}, "other hosts; start a server for each part with"),
+    ({"data_parallel_size_local": 5}, "-local 5 is more than all replicas, --data-parallel-size 4"),
+    ({"data_parallel_size_local": 5, "data_parallel_start_rank": 0}, "5 is more than all replicas"),
     ({"asked_data_parallel_rank": 4}, "--data-parallel-rank 4 with 1 replicas.*0 to"),
     ({"asked_data_parallel_rank": -1}, "--data-parallel-rank -1"),
     ({"data_parallel_external_lb": True}, "needs --data-parallel-rank"),

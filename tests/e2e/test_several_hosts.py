@@ -104,6 +104,17 @@ def test_two_hosts_serve_and_the_death_of_one_ends_both() -> None:
         assert "node 1 (127.0.0.1, rank 1) is gone" in server.log()
 
 
+def test_a_host_that_does_not_come_is_named_without_a_trace() -> None:
+    first = RemoteServer(
+        tiny_model("qwen3_5"), *flags_of_both(), "--distributed-timeout-seconds", "1", env=ENV
+    )
+    with pytest.raises(RuntimeError, match="the server ended: 1"), first:
+        pass
+    *_, last = first.log().splitlines()
+    assert last.startswith("vllm serve: error: node 1 has not come to 127.0.0.1:"), last
+    assert "Traceback" not in first.log()
+
+
 def test_flags_that_differ_are_named_on_both_hosts() -> None:
     flags = flags_of_both()
     differ = "--max-num-seqs is 8 on node 1 and 9 on node 0"

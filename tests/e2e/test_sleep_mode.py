@@ -48,6 +48,8 @@ def test_sleep_and_wake_up() -> None:
         for query, state in (("", "weights_offloaded"), ("?level=2&mode=wait", "discard_all")):
             assert post(server, "/sleep" + query).status_code == 200
             asleep = mapped(server)
+            other = post(server, "/sleep?level=" + ("1" if query else "2"))
+            assert other.status_code == 400 and "wake it up first" in other.text
             assert server.get("/is_sleeping") == {"is_sleeping": True}
             error = server.post("/v1/completions", status=503, **BODY)["error"]
             assert "wake it up" in error["message"]

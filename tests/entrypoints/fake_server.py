@@ -2,8 +2,9 @@
 """A whole server process around the fake engine: `python -m tests.entrypoints.fake_server FLAGS`.
 
 FAKE_ENGINE selects a behaviour: `hang` generates two tokens and waits, `fail` does not start,
-`slow` takes a while to start, `die` dies half a second after the first request, `overtaken` starts
-while another server begins to listen at the port.
+`slow` takes a while to start, `dropped` is told to stop where Python drops exceptions, `die` dies
+half a second after the first request, `overtaken` starts while another server begins to listen at
+the port.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -36,6 +38,11 @@ class DyingEngine(FakeAsyncLLM):
         yield
 
 
+class _Dropping:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
 #: open until the process ends
 _OTHER_SERVER = contextlib.ExitStack()
 
@@ -48,6 +55,8 @@ def make_engine(args: FrontEndArgs) -> FakeAsyncLLM:
         print("starting", flush=True)
         for _ in range(6000):  # short sleeps: a signal just before a long one would wait for it
             time.sleep(0.01)
+    if behaviour == "dropped":
+        _Dropping()
     if behaviour == "overtaken":
         listen(_OTHER_SERVER.enter_context(bound(args)), args)
     engine = DyingEngine() if behaviour == "die" else FakeAsyncLLM()

@@ -202,6 +202,12 @@ def test_signal_while_starting(start: Start) -> None:
     assert status == 128 + signal.SIGTERM
 
 
+def test_a_signal_while_starting_is_not_lost(start: Start) -> None:
+    status, output = start("dropped").wait(50)
+    assert status == 128 + signal.SIGTERM
+    assert "listening on" not in output
+
+
 def test_engine_death_fails_requests_and_ends_the_process(start: Start) -> None:
     process = start("die").ready()
     reply = process.http.post("/v1/completions", json={"prompt": "hi"})

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,17 @@ from vllm.entrypoints.proxy.app import build_app
 from vllm.entrypoints.proxy.args import ProxyArgs
 
 STATE = {"do_remote_prefill": True, "remote_request_id": "p-1"}
+#: an ASGI request
+POST = {
+    "type": "http",
+    "method": "POST",
+    "path": "/v1/completions",
+    "raw_path": b"/v1/completions",
+    "headers": [],
+    "query_string": b"",
+    "http_version": "1.1",
+    "scheme": "http",
+}
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 9, "stop": ["x"], "logprobs": 2}
 
 
@@ -224,6 +236,91 @@ async def test_one_look_that_fails_is_no_hang() -> None:
         assert reply.json() == "slow" and servers.hosts() == ["p0", "d0"]
 
 
+class RealServer:
+    """At a port, for an `httpx` that has connections; `answer` writes a reply to a request."""
+
+    def __init__(self, answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> None:
+        self._answer = answer
+        self.url = ""
+
+    async def __aenter__(self) -> RealServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says that the connection may be kept, and drops it as the next request comes."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"content-length: " in head:
+            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
+        if head.startswith(b"GET /health"):
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        else:
+            await self._answer(writer)
+        await reader.read(1)
+        writer.transport.abort()
+
+    @asynccontextmanager
+    async def proxy(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A client of a proxy to this server for both."""
+        args = ProxyArgs(prefill=[self.url], decode=[self.url], health_interval=60)
+        app = build_app(args)
+        async with app.router.lifespan_context(app):
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+                yield client
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_a_server_does_not_keep_is_no_death() -> None:
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+    async with RealServer(answer) as server, server.proxy() as client:
+        for _ in range(3):
+            reply = await client.post("/v1/completions", json=BODY)
+            assert (reply.status_code, reply.content) == (200, b"{}"), reply.text
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_breaks_off(caplog: pytest.LogCaptureFixture) -> None:
+    """Its client sees no end, the log says why in a line, and the server is left out."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await writer.drain()
+        writer.close()
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async with RealServer(answer) as server:
+        app = build_app(ProxyArgs(prefill=[server.url], decode=[server.url], health_interval=60))
+        async with app.router.lifespan_context(app):
+            body = json.dumps({**BODY, "n": 2}).encode()
+            received = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive() -> dict[str, Any]:
+                if received:
+                    return received.pop()
+                await asyncio.sleep(60)
+                return {"type": "http.disconnect"}
+
+            await asyncio.wait_for(app(POST, receive, send), 60)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
+                shown = (await client.get("http://proxy/health")).json()["decode"][0]
+    assert [message.get("body", b"") for message in sent] == [b"", b"one"]
+    assert sent[-1]["more_body"]
+    assert f"{server.url}/v1/completions has not sent all of an answer: Remote" in caplog.text
+    assert "Traceback" not in caplog.text
+    assert (shown["healthy"], shown["running"]) == (False, 0)
+
+
 @pytest.mark.asyncio
 async def test_no_prompt_is_computed_for_nobody() -> None:
     """Its state would be kept for a whole lease."""
@@ -243,6 +340,63 @@ async def test_a_wrong_request_is_told_by_the_first_engine() -> None:
         reply = await client.post("/v1/completions", content=b"[1]")
         assert reply.status_code == 400 and "not a JSON object" in reply.json()["error"]["message"]
         assert (await client.get("/v1/models")).json() == {"data": [{"id": "d0"}]}
+
+
+@pytest.mark.asyncio
+async def test_bodies_may_be_compressed_and_have_a_limit() -> None:
+    """As those of the servers behind it."""
+    servers = Servers()
+    large = {**BODY, "prompt": "x" * 2000}
+    gzipped = {"content-encoding": "gzip"}
+    async with servers.proxy(max_request_body_size=1000) as client:
+
+        async def post(value: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+            content = json.dumps(value).encode()
+            content = gzip.compress(content) if headers == gzipped else content
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+        assert (await post(BODY, gzipped)).json() == {"text": "from d0"}
+        assert servers.seen[-1][1] == {**BODY, "kv_transfer_params": STATE}
+        for headers in (None, gzipped):
+            reply = await post(large, headers)
+            assert reply.status_code == 413 and "--max-request-body-size" in reply.text
+        reply = await post(BODY, {"content-encoding": "br"})
+        assert reply.status_code == 415 and "as gzip or plain" in reply.json()["error"]["message"]
+        broken = {"content": b"{}", "headers": gzipped}
+        reply = await client.post("/v1/completions", **broken)  # type: ignore[arg-type]
+        assert reply.status_code == 400 and "not valid gzip" in reply.json()["error"]["message"]
+    assert len(servers.seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/responses"), ("GET", "/v1/completions"), ("GET", "/"), ("DELETE", "/v1/models")],
+)
+@pytest.mark.asyncio
+async def test_other_routes_are_errors_that_say_where_to_go(method: str, path: str) -> None:
+    async with Servers().proxy() as client:
+        reply = await client.request(method, path)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["type"]) == (404, 404, "NotFoundError")
+        assert error["message"].startswith(f"the proxy has no {method} {path}, only POST /v1/comp")
+        assert (await client.head("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["p0", "d0"])
+@pytest.mark.asyncio
+async def test_headers_of_a_reply_that_are_for_the_client(host: str) -> None:
+    headers = {"retry-after": "7", "x-request-id": "r", "connection": "close", "server": host}
+    status = 401 if host == "p0" else 503
+
+    def reply() -> httpx.Response:
+        return httpx.Response(status, content=pieces_of(b"{}"), headers=headers)
+
+    servers = Servers(replies={host: reply}, down={"d1"})
+    async with servers.proxy() as client:
+        got = await client.post("/v1/completions", json=BODY)
+    assert got.status_code == status
+    kept = {name: value for name, value in got.headers.items() if name in headers}
+    assert kept == {"retry-after": "7", "x-request-id": "r"}
 
 
 @pytest.mark.asyncio
@@ -288,11 +442,8 @@ async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
 
     read: list[int] = []
     sent: list[dict[str, Any]] = []
-    path = "/v1/completions"
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-    scope |= {"headers": [], "query_string": b"", "http_version": "1.1", "scheme": "http"}
     async with app.router.lifespan_context(app):
-        await asyncio.wait_for(app(scope, receive, send), 60)  # type: ignore[arg-type]
+        await asyncio.wait_for(app(POST, receive, send), 60)  # type: ignore[arg-type]
     assert servers.stopped == [host]
 
 

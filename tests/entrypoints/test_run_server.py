@@ -35,6 +35,8 @@ def test_what_is_imported_is_looked_at_while_there_is_time(monkeypatch: pytest.M
         (True, 3, 0, "--headless with --node-rank 0: .* 1 to 2"),
         (False, 3, 2, "--node-rank 2: the API is on node 0; add --headless"),
         (True, 3, 2, None),
+        (False, 3, 3, None),  # no host's: the configuration says so
+        (False, 1, 1, None),
         (False, 3, 0, None),
         (False, 1, 0, None),
     ],

@@ -88,7 +88,7 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
         "--nnodes 2: .* 2 do not divide 3 .--tensor-parallel-size 3 times",
     ),
     (ParallelConfig, {"nnodes": 2}, "--nnodes 2: .* 2 do not divide 1"),
-    (ParallelConfig, {"node_rank": 1}, "--node-rank 1 with --nnodes 1: must be 0 to 0"),
+    (ParallelConfig, {"node_rank": 1}, "--node-rank 1 is one of .* --nnodes is 1; add"),
     (ParallelConfig, {"node_rank": -1}, "--node-rank.*or equal to 0"),
     (ParallelConfig, {"master_port": 0}, "--master-port.*or equal to 1"),
     (

@@ -238,6 +238,13 @@ class ParallelConfig:
                 "nnodes",
                 nodes,
             )
+        if self.node_rank and nodes == 1:
+            raise VLLMValidationError(
+                f"--node-rank {self.node_rank} is one of several hosts, and --nnodes is 1; add "
+                "--nnodes N, as on the other hosts, or leave out --node-rank",
+                "node_rank",
+                self.node_rank,
+            )
         if self.node_rank >= nodes:
             raise VLLMValidationError(
                 f"--node-rank {self.node_rank} with --nnodes {nodes}: must be 0 to {nodes - 1}",

@@ -54,6 +54,14 @@ class ReplicaFlags:
     def local_ranks(self) -> range:
         """The ranks of this server's replicas; `VLLMValidationError` for flags that contradict
         each other, or that ask for replicas elsewhere."""
+        if self.size_local is not None and self.size_local > self.size:
+            raise VLLMValidationError(
+                f"--data-parallel-size-local {self.size_local} is more than all replicas, "
+                f"--data-parallel-size {self.size}; raise that, or leave out "
+                "--data-parallel-size-local to run all of them here",
+                "data_parallel_size_local",
+                self.size_local,
+            )
         if self.rank is not None or self.external_lb:
             return self._external()
         if self.hybrid_lb or self.start_rank is not None:

@@ -4,14 +4,18 @@
 torch's own `tcp://` listens at every address of the host, at a port that is free or not.
 """
 
+import errno
 import socket
 import time
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import StartTimeoutError, VLLMValidationError
+from vllm.logger import init_logger
 from vllm.utils.options import flag_name
+
+logger = init_logger(__name__)
 
 #: of the `distributed_init_method` that names a `MeetingPlace`
 _SCHEME = "store://"
@@ -28,44 +32,69 @@ def listen(host: str, port: int, parameter: str = "master_addr") -> socket.socke
     flag = flag_name(parameter)
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if address[0] in ("0.0.0.0", "::"):
-            raise VLLMValidationError(
-                f"{flag} {host} is every address of this host; give the one at which the other "
-                "hosts reach it",
-                parameter,
-                host,
-            )
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
+    except (socket.gaierror, UnicodeError) as error:
         raise VLLMValidationError(
-            f"the first host cannot listen at {host}:{port}: {error.strerror or error}; {flag} is "
-            "an address of that host, and the port must be free",
+            f"{flag} {host} is no address, and no name that this host knows one of "
+            f"({_reason(error)}); give an address of the first host, which is this one",
             parameter,
             host,
         ) from None
-    listener.listen()
+    if address[0] in ("0.0.0.0", "::"):
+        raise VLLMValidationError(
+            f"{flag} {host} is every address of this host; give the one at which the other hosts "
+            "reach it",
+            parameter,
+            host,
+        )
+    listener = socket.socket(family, kind)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise VLLMValidationError(_why_not(error, flag, host, port), parameter, host) from None
     return listener
 
 
+def _why_not(error: OSError, flag: str, host: str, port: int) -> str:
+    """What keeps the first host from listening there, and what to do."""
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"{flag} {host} is no address of this host ({_reason(error)}), which is the first one "
+            "and listens there; give one of its own, or its --node-rank if another host is the "
+            "first"
+        )
+    taken = error.errno == errno.EADDRINUSE
+    instead = "; give another --master-port, on all hosts" if taken else ""
+    return f"the first host cannot listen at {host}:{port}: {_reason(error)}{instead}"
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def connect(host: str, port: int, timeout_s: float, whom: str) -> socket.socket:
-    """Tries until somebody listens there. `TimeoutError`, which says `whom` and why, if nobody does
-    in that time."""
+    """Tries until somebody listens there. `StartTimeoutError`, which says `whom` and why, if nobody
+    does in that time. What else than a refusal is in the way is logged at once: a name may be known
+    later, but a wrong one should not be found out at the end of the time."""
     deadline = time.monotonic() + timeout_s
+    said = ""
     while True:
         try:
             return socket.create_connection((host, port), timeout_s)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = _reason(error)
+            if isinstance(error, socket.gaierror | UnicodeError):
+                why = f"{host} is no address, and no name that this host knows one of ({why})"
             if time.monotonic() > deadline:
-                raise TimeoutError(
+                raise StartTimeoutError(
                     f"{whom} does not answer in {timeout_s:g} s "
-                    f"(--distributed-timeout-seconds): {error.strerror or error}"
+                    f"(--distributed-timeout-seconds): {why}"
                 ) from None
+            if why != said and not isinstance(error, ConnectionRefusedError):
+                logger.warning("%s cannot be reached so far: %s", whom, why)
+                said = why
             time.sleep(_RETRY_S)
 
 

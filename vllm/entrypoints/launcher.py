@@ -48,6 +48,9 @@ _WATCH_INTERVAL_S = 0.25
 #: seconds that failed requests get to send their error after the engine's death
 _DEATH_GRACE_S = 5
 _EXIT_FORCED = 130
+#: signals that were to unwind the start: Python drops what is raised in a finaliser or in the
+#: callback of a weak reference, of which imports run many
+_told_to_stop: list[int] = []
 #: Every step makes some objects per stream, all of which live until it has been sent: by default
 #: each step would look for garbage among them, and now and then among those of all requests.
 _GC_THRESHOLDS = (50_000, 20, 50)
@@ -128,6 +131,7 @@ def stop_start_at_signals() -> None:
 
 def _stop_starting(number: int, frame: object) -> NoReturn:
     """Before the event loop handles signals: unwind, so that the engine's children are stopped."""
+    _told_to_stop.append(number)
     raise SystemExit(128 + number)
 
 
@@ -223,7 +227,10 @@ def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvico
 
 
 def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
-    """Plain handlers, not the loop's: they run even while shutting down blocks the loop."""
+    """Plain handlers, not the loop's: they run even while shutting down blocks the loop.
+
+    Ends a start that has gone on after a signal.
+    """
 
     def stop(number: int, frame: object) -> None:
         note_stop()
@@ -240,6 +247,8 @@ def _install_signals(server: uvicorn.Server, engine: AsyncLLM) -> None:
 
     for number in _SIGNALS:
         signal.signal(number, stop)
+    if _told_to_stop:
+        raise SystemExit(128 + _told_to_stop[0])
 
 
 async def _watch(server: uvicorn.Server, engine: AsyncLLM) -> None:

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm import decisions, envs
+from vllm.exceptions import ExplainedError
 from vllm.utils.imports import gc_paused
 from vllm.utils.start_method import reason_not_to_fork, start_method
 
@@ -64,7 +65,7 @@ class StartedProcess(Protocol):
     def kill(self) -> None: ...
 
 
-class ForkError(RuntimeError):
+class ForkError(ExplainedError, RuntimeError):
     """The fork server is gone, or cannot be forked."""
 
 

@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.p2p.wire import (
     Deadline,
     MessageServer,
     PeerLost,
+    ask,
 )
 from vllm.testing.connectors.layouts import LAYOUTS, make_config
 from vllm.v1.core.arena_planner import plan_arena
@@ -237,6 +238,31 @@ def test_the_end_of_a_fetch_is_told_when_there_is_a_report(plan: ArenaPlan) -> N
             assert consumer.told.wait(60)
             assert consumer.receiver.take_received() == {remote.req_id: arrived}
             consumer.told.clear()
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_what_is_given_up_before_it_was_staged_takes_no_memory(when: str, plan: ArenaPlan) -> None:
+    """A consumer that has all of the prompt says so as soon as it hears of it; the state would be
+    kept for a whole lease."""
+    with engines(plan) as (peer, _, _):
+        sealer = peer.sender._sealer
+        digests = sealer.digests
+
+        def give_up() -> None:
+            address = ("127.0.0.1", peer.server.port)
+            ask(address, {"op": "done", "req_id": f"{peer.name}-1"}, Deadline(60))
+
+        def slow(segment: Tensor, spans: list[tuple[int, int]]) -> list[int]:
+            give_up()
+            return digests(segment, spans)
+
+        if when == "before":
+            give_up()
+        else:
+            sealer.digests = slow  # type: ignore[assignment]
+        peer.keeps(1)
+        assert not peer.sender._held and not peer.staging.used_bytes
+        assert not peer.sender.take_stats().data.get("failed_sends")
 
 
 def test_memory_that_is_short_is_waited_for(plan: ArenaPlan) -> None:

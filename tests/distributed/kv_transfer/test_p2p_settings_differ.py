@@ -131,12 +131,24 @@ def producer() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.parametrize("max_model_len", [96, 512])
+def test_the_longest_request_may_differ(
+    max_model_len: int, producer: LLM, expected: list[int]
+) -> None:
+    """A block of recurrent state stands for a whole request."""
+    params = hand_on(producer, TOKENS)
+    with engine(transfer("kv_consumer"), max_model_len=max_model_len) as consumer:
+        answer = ask(consumer, TOKENS, 16, **params)
+        assert list(answer.outputs[0].token_ids) == expected
+        assert answer.num_cached_tokens == len(TOKENS) - 1
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
         ({"speculative_config": "small"}, "keeps other state than this engine: drafter is {"),
         ({"dtype": "bfloat16"}, "dtype is 'torch.bfloat16' here and 'torch.float32' there"),
-        ({"block_size": 32}, "state_groups[1].spec is 'FullAttentionSpec(block_size=32"),
+        ({"block_size": 32}, "state_groups[1].spec.block_size is 32 here and 16 there"),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, "hash_algorithm is 'sha256_cbor' here"),
         ({"seed": "7"}, "hash_seed is "),
     ],

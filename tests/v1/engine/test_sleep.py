@@ -91,14 +91,14 @@ def test_requests_are_refused_until_everything_is_awake(llm: LLM) -> None:
     llm.sleep(2)
     with pytest.raises(VLLMValidationError, match="the weights sleep; wake them up first"):
         llm.collective_rpc("reload_weights")
-    with pytest.raises(RuntimeError, match="sleeps at level 2"):
+    with pytest.raises(VLLMValidationError, match="sleeps at level 2"):
         llm.sleep(1)
     for tags in (["weights"], []):
         with pytest.raises(EngineSleepingError, match="wake it up first"):
             llm.generate(PROMPTS, GREEDY)
         llm.wake_up(tags)
         assert llm.is_sleeping()
-        with pytest.raises(RuntimeError, match=r"level 2 \(kv_cache\); wake it up first"):
+        with pytest.raises(VLLMValidationError, match=r"level 2 \(kv_cache\); wake it up first"):
             llm.sleep(2)
     with pytest.raises(VLLMValidationError, match=r"unknown wake-up tags \['kv'\]"):
         llm.wake_up(["kv"])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,14 @@ import pytest
 from tiny_models import tiny_model
 
 from tests.forked_python import talking_python
+from tests.v1.engine.fakes import make_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli import main as cli
+from vllm.exceptions import ExplainedError
 from vllm.utils.fork_server import fork_server
 from vllm.v1.engine import core_proc, spare_process
+from vllm.v1.engine.core_messages import CoreAddresses
+from vllm.v1.engine.core_process import CoreKilledError, CoreProcess
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.spare_process import SpareProcess, prestarted
 
@@ -76,6 +81,36 @@ def test_a_replicas_process_is_forked_from_the_fork_server_and_has_devices_of_it
             assert (devices, late) == ("1", "1") and parent_pid != os.getpid()
             spare.discard()
     assert spare_process.connections() == ()
+
+
+def _is_killed(work: Connection, ready: Connection) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leaves(work: Connection, ready: Connection) -> None:
+    os._exit(3)
+
+
+@pytest.mark.usefixtures("forking")
+@pytest.mark.parametrize(
+    ("target", "kind", "words"),
+    [
+        (_is_killed, CoreKilledError, "was ended by SIGKILL while starting, as the system does"),
+        (_leaves, RuntimeError, r"died while starting \(exit code 3\)"),
+    ],
+)
+def test_how_a_core_that_does_not_start_has_ended(
+    target: Callable[..., None],
+    kind: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was killed needs no advice on scripts, and no trace of who waited for it."""
+    monkeypatch.setattr(core_proc, "run_engine_core", target)
+    core = CoreProcess(make_vllm_config(), None, False, CoreAddresses("ipc://a", "ipc://b"))
+    with pytest.raises(kind, match=words) as caught:
+        core.wait_ready()
+    assert isinstance(caught.value, ExplainedError) is (kind is CoreKilledError)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -67,6 +67,14 @@ def test_what_differs_is_named_as_the_user_wrote_it(flags: dict[str, Any], words
     assert re.search(words, text), text
 
 
+def test_a_copy_at_another_path_differs_in_its_path_alone(tmp_path: Path) -> None:
+    copy = shutil.copytree(tiny_model("qwen3_5"), tmp_path / "copy")
+    args = EngineArgs(model=str(copy), tokenizer=str(tiny_model("qwen3_5")), **TWO)
+    text = differences(of(tokenizer=args.tokenizer), agreement(args.create_engine_config()), 1)
+    assert text is not None and text.startswith(f'--model is "{copy}" on node 1 and '), text
+    assert ";" not in text
+
+
 @pytest.mark.parametrize("whose", ["model", "drafter"])
 def test_other_weights_at_the_same_path(whose: str, tmp_path: Path) -> None:
     """Each host has its own disk; one may have to download what the other one has."""

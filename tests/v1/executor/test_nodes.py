@@ -386,7 +386,10 @@ def test_strangers_are_no_hosts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("address", "words"),
-    [("0.0.0.0", "--master-addr 0.0.0.0 is every address"), ("192.0.2.1", "cannot listen at")],
+    [
+        ("0.0.0.0", "--master-addr 0.0.0.0 is every address"),
+        ("192.0.2.1", "192.0.2.1 is no address of"),
+    ],
 )
 def test_it_listens_where_it_is_told(
     make_hosts: Callable[..., Hosts], address: str, words: str

@@ -151,11 +151,10 @@ def _reader_left() -> bool:
 
 def report_failure(name: str, error: Exception) -> None:
     """Log what is unexpected, then say the cause in one line."""
-    from vllm.entrypoints.cli.types import CommandError
-    from vllm.exceptions import VLLMValidationError
+    from vllm.exceptions import ExplainedError
     from vllm.logger import init_logger
 
-    explained = isinstance(error, VLLMValidationError | CommandError)
+    explained = isinstance(error, ExplainedError)
     if not explained:
         init_logger(__name__).error("vllm %s failed", name, exc_info=error)
     cause = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())

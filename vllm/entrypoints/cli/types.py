@@ -5,12 +5,14 @@ import abc
 import argparse
 from typing import TYPE_CHECKING
 
+from vllm.exceptions import ExplainedError
+
 if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
-class CommandError(RuntimeError):
-    """A failure that its message explains: it is shown without a trace."""
+class CommandError(ExplainedError, RuntimeError):
+    """A command cannot do its work."""
 
 
 class CLISubcommand(abc.ABC):

@@ -114,7 +114,8 @@ def check_failure_policy(args: FrontEndArgs) -> None:
 
 
 def check_node_role(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> None:
-    """`VLLMValidationError` unless `--headless` is given on all hosts but the first."""
+    """`VLLMValidationError` unless `--headless` is given on all hosts but the first; of a rank that
+    no host has, `ParallelConfig` says so."""
     nodes, node_rank = engine_args.nnodes, engine_args.node_rank
     if args.headless and nodes == 1:
         raise VLLMValidationError(
@@ -128,7 +129,7 @@ def check_node_role(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> None:
             f"give this host's --node-rank, 1 to {nodes - 1}",
             "headless",
         )
-    if node_rank > 0 and not args.headless:
+    if 0 < node_rank < nodes and not args.headless:
         raise VLLMValidationError(
             f"--node-rank {node_rank}: the API is on node 0; add --headless here",
             "node_rank",

@@ -13,8 +13,18 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm.entrypoints.openai.compression import CompressedBodies
+from vllm.entrypoints.openai.errors import APIError, install_handlers
+from vllm.entrypoints.openai.middleware import BodySizeLimit, HeadRequests
 from vllm.entrypoints.proxy.args import ProxyArgs
-from vllm.entrypoints.proxy.two_phases import Answer, Body, Instances, NobodyThere, TwoPhases
+from vllm.entrypoints.proxy.two_phases import (
+    Answer,
+    AnswerBroken,
+    Body,
+    Instances,
+    NobodyThere,
+    TwoPhases,
+)
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -22,6 +32,8 @@ logger = init_logger(__name__)
 T = TypeVar("T")
 
 _FORWARDED_HEADERS = ("authorization", "x-api-key")
+_RETURNED_HEADERS = ("content-type", "retry-after", "www-authenticate", "x-request-id")
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 #: what nginx calls a request whose client has left
 _CLIENT_LEFT = 499
 
@@ -30,8 +42,9 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
     """`transport`: what carries requests to the servers, for tests."""
     prefill = Instances("prefill", args.prefill)
     decode = Instances("decode", args.decode)
-    # As many connections as there are requests; each server limits its own.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    # As many connections as there are requests; each server limits its own. A connection that is
+    # kept may be closed by the server as a request is sent, which would look like its death.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     http = httpx.AsyncClient(transport=transport, limits=limits, trust_env=False)
     phases = TwoPhases(http, prefill, decode, args.prefill_timeout)
 
@@ -53,7 +66,16 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
             await watcher
         await http.aclose()
 
-    app = FastAPI(title="vllm proxy", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="vllm proxy", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+    app.state.log_error_stack = False
+    install_handlers(app)
+    # Once as decompressed, and once as it arrives.
+    app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
+    app.add_middleware(CompressedBodies)
+    app.add_middleware(BodySizeLimit, max_bytes=args.max_request_body_size)
+    app.add_middleware(HeadRequests)
 
     @app.get("/health")
     async def health() -> Response:
@@ -87,19 +109,31 @@ def build_app(args: ProxyArgs, transport: httpx.AsyncBaseTransport | None = None
             return _error(400, f"the body is not a JSON object: {error}")
         return await _answer(phases, request, body)
 
+    @app.api_route("/{path:path}", methods=_METHODS)
+    async def unknown(request: Request) -> Response:
+        return _error(
+            404,
+            f"the proxy has no {request.method} {request.url.path}, only POST /v1/completions and "
+            "/v1/chat/completions, GET /v1/models and /health; send other requests to a server "
+            "for answers",
+        )
+
     return app
 
 
 class _Relay(StreamingResponse):
-    """Hands a reply on; lets go of it whether or not the client stays to the end."""
+    """Hands a reply on; lets go of it whether or not the client stays to the end. One that breaks
+    off does so for the client, too: its connection ends before the reply does."""
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.chunks(), answer.status, media_type=answer.content_type)
+        super().__init__(answer.chunks(), answer.status, headers=_kept(answer.headers))
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except AnswerBroken as error:
+            logger.warning("%s", error)
         finally:
             await self._answer.close()
 
@@ -146,12 +180,16 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 def _passed_on(reply: httpx.Response) -> Response:
-    content_type = reply.headers.get("content-type", "application/json")
-    return Response(reply.content, reply.status_code, media_type=content_type)
+    return Response(reply.content, reply.status_code, headers=_kept(reply.headers))
+
+
+def _kept(headers: httpx.Headers) -> dict[str, str]:
+    """Of a server's reply, what is meant for the client."""
+    return {"content-type": "application/json"} | {
+        name: headers[name] for name in _RETURNED_HEADERS if name in headers
+    }
 
 
 def _error(status: int, message: str) -> Response:
-    kind = "BadRequestError" if status < 500 else "ServiceUnavailableError"
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status
-    )
+    kinds = {400: "BadRequestError", 404: "NotFoundError"}
+    return APIError(status, kinds.get(status, "ServiceUnavailableError"), message).response()

@@ -3,10 +3,10 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.options import config, option
+from vllm.utils.options import FlagKind, config, option
 
 
 @config
@@ -29,6 +29,12 @@ class ProxyArgs:
     )
     prefill_timeout: float = option(
         default=120.0, help="Seconds that a prompt may take before another server is tried."
+    )
+
+    max_request_body_size: PositiveInt = option(
+        default=64 * 2**20,
+        kind=FlagKind.HUMAN_INT,
+        help="Largest request body in bytes; larger ones get status 413.",
     )
 
     def __post_init__(self) -> None:

@@ -2,9 +2,10 @@
 """A request's way through two engines: the first computes its prompt, the second answers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx
@@ -122,17 +123,22 @@ class NobodyThere(Exception):
     """No server of a kind that is needed can be reached."""
 
 
+class AnswerBroken(Exception):
+    """A server has not sent all of an answer of which the client has a part."""
+
+
 class ServerHangs(Exception):
     """A server does not answer, and is not well."""
 
 
 class Answer:
     """A second engine's reply, whose body has begun; `close` it in the end. `held`: what it needs
-    until then."""
+    until then; `report`: takes what has broken it."""
 
-    def __init__(self, reply: httpx.Response) -> None:
+    def __init__(self, reply: httpx.Response, report: Callable[[str], None]) -> None:
+        self._url, self._report = str(reply.url), report
         self.status = reply.status_code
-        self.content_type = reply.headers.get("content-type", "application/json")
+        self.headers = reply.headers
         self.held = AsyncExitStack()
         self._chunks = reply.aiter_raw()
         self._first = b""
@@ -142,10 +148,14 @@ class Answer:
         self._first = await anext(self._chunks, b"")
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
+        """The body as it comes; `AnswerBroken` where it does not end."""
         yield self._first
-        async for chunk in self._chunks:
-            yield chunk
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+        except httpx.HTTPError as error:
+            self._report(repr(error))
+            raise AnswerBroken(f"{self._url} has not sent all of an answer: {error!r}") from None
 
     async def close(self) -> None:
         """The server learns that nobody listens, if it is not done."""
@@ -262,6 +272,6 @@ class TwoPhases:
         held.enter_context(self._decode.working(instance))
         reply = await self._http.send(request, stream=True)
         held.push_async_callback(reply.aclose)
-        answer = Answer(reply)
+        answer = Answer(reply, partial(self._decode.report, instance))
         await answer.begin()
         return answer

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.client_link import (
@@ -65,7 +66,7 @@ class CoreLink(ClientLink):
             ready = self.core.wait_ready()
         except BaseException as error:
             # A core that reported an error is ending; a signal would cut its clean-up short.
-            ends_itself = isinstance(error, (ValueError, RuntimeError))
+            ends_itself = isinstance(error, ExplainedError | ValueError | RuntimeError)
             self.close(SHUTDOWN_S if ends_itself else 0.0)
             raise
         if self._reports_start:

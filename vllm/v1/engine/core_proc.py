@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import zmq
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import ExplainedError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
@@ -294,7 +294,7 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
         work.close()
         core = _start(setup)
     except Exception as error:
-        if not isinstance(error, VLLMValidationError):  # whose message says all
+        if not isinstance(error, ExplainedError):
             logger.exception("the engine core could not start")
         _send_error(ready, error)
         raise SystemExit(1) from None
@@ -356,11 +356,12 @@ def _exit_during_start(signum: int, frame: FrameType | None) -> None:
 
 
 def _send_error(ready: Connection, error: Exception) -> None:
-    """Configuration errors keep their type; anything else is described."""
+    """Errors that explain themselves, and those of the configuration, keep their type; anything
+    else is described."""
     described: Exception = RuntimeError(
         f"the engine core could not start: {type(error).__name__}: {error}"
     )
     try:
-        ready.send(error if isinstance(error, ValueError) else described)
+        ready.send(error if isinstance(error, ExplainedError | ValueError) else described)
     except Exception:
         ready.send(described)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 from vllm import envs
+from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
 from vllm.utils.activity import is_stopped
 from vllm.v1.engine import spare_process
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 _TERMINATE_S = 5.0
 _SLICE_S = 1.0
+
+
+class CoreKilledError(ExplainedError, RuntimeError):
+    """A core was ended from outside before it could take requests."""
 
 
 class CoreProcess:
@@ -52,8 +58,9 @@ class CoreProcess:
     def wait_ready(self) -> CoreReady:
         """Block until the core can take requests.
 
-        Raises the core's own `ValueError` for a bad configuration, `RuntimeError` when it failed
-        otherwise or died, `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
+        Raises the core's own `ExplainedError`, or `ValueError` for a bad configuration,
+        `CoreKilledError` when it was ended, `RuntimeError` when it failed otherwise or died,
+        `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
         """
         first_to_report([self])
         timeout_s, ready = envs.VLLM_ENGINE_READY_TIMEOUT_S, self._ready
@@ -72,6 +79,11 @@ class CoreProcess:
             raise TimeoutError(
                 f"the engine core was not ready after {timeout_s} s (VLLM_ENGINE_READY_TIMEOUT_S)"
             )
+        code = self.process.exitcode or 0
+        if code < 0:
+            name = signal.Signals(-code).name
+            memory = ", as the system does where memory runs out" if name == "SIGKILL" else ""
+            raise CoreKilledError(f"the engine core was ended by {name} while starting{memory}")
         raise RuntimeError(
             f"the engine core died while starting (exit code {self.process.exitcode}); its own "
             "messages are above. A script that is its own entry point needs the guard "

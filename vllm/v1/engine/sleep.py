@@ -145,15 +145,17 @@ class CoreSleep:
         return bool(self.asleep)
 
     def sleep(self, level: int) -> None:
-        """Raises `VLLMValidationError` for a bad level, `RuntimeError` if the engine is busy; and
-        what fails on a worker, when all are awake again."""
+        """Raises `VLLMValidationError` for a bad level, or if the engine sleeps otherwise,
+        `RuntimeError` if it is busy; and what fails on a worker, when all are awake again."""
         check_sleep(self._vllm_config, level)
         if self.is_sleeping:
             if level == self._level and self.asleep == set(TAGS):
                 return
             asleep = ", ".join(sorted(self.asleep))
-            raise RuntimeError(
-                f"the engine sleeps at level {self._level} ({asleep}); wake it up first"
+            raise VLLMValidationError(
+                f"the engine sleeps at level {self._level} ({asleep}); wake it up first",
+                "level",
+                level,
             )
         if self._scheduler.has_unfinished_requests():
             raise RuntimeError("the engine cannot sleep while requests run; abort them first")

@@ -42,8 +42,9 @@ class NodeRefusedError(RuntimeError):
 def run_node(config: VllmConfig) -> None:
     """Join the first host and run this one's workers until the engine is stopped.
 
-    Raises `VLLMValidationError` for devices that do not suit, `TimeoutError` if the first host does
-    not answer, `NodeRefusedError` if it does not start, `NodeEndedError` when the engine fails.
+    Raises `VLLMValidationError` for devices that do not suit, `StartTimeoutError` if the first host
+    does not answer, `NodeRefusedError` if it does not start, `NodeEndedError` when the engine
+    fails.
     """
     check_devices(config)
     parallel = config.parallel_config
@@ -67,7 +68,8 @@ def _connect(config: VllmConfig, place: str, timeout_s: float) -> MessageSocket:
     """Tries until the first host listens."""
     parallel = config.parallel_config
     logger.info("node %d: looking for %s", parallel.node_rank, place)
-    return MessageSocket(connect(parallel.master_addr, parallel.master_port, timeout_s, place))
+    whom = f"{place} (--master-addr)"
+    return MessageSocket(connect(parallel.master_addr, parallel.master_port, timeout_s, whom))
 
 
 def _join(hello: Hello, connection: MessageSocket, place: str, timeout_s: float) -> NodeSetup:

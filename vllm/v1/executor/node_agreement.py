@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     checkpoint_files,
     checkpoints,
+    config_digest,
     tail_digest,
 )
 from vllm.exceptions import VLLMValidationError
@@ -82,7 +83,7 @@ def agreement(config: VllmConfig) -> dict[str, str]:
     stated = {
         **versions(),
         "the device": config.device_config.device_type,
-        "config.json of the model": _digest(config.model_config.hf_config.to_dict()),
+        "config.json of the model": config_digest(config.model_config.hf_config.to_dict()),
         **_drafter(config),
         **_weights_here(config),
         **{name: _text(getattr(envs, name)) for name in _VARIABLES},
@@ -103,7 +104,7 @@ def _drafter(config: VllmConfig) -> dict[str, str]:
     if drafter is None or drafter.checkpoint is None:
         return {}
     raw = read_config_dict(drafter.checkpoint, revision=drafter.checkpoint_revision)
-    return {"config.json of the drafter": _digest(raw)}
+    return {"config.json of the drafter": config_digest(raw)}
 
 
 def _weights_here(config: VllmConfig) -> dict[str, str]:

@@ -10,7 +10,7 @@ import time
 from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.rendezvous import listen
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import StartTimeoutError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.executor.device_checks import check_equal_devices, device_names
 from vllm.v1.executor.message_socket import MessageSocket
@@ -41,7 +41,7 @@ class NodeLink(RemoteWorkers):
 def gather_nodes(config: VllmConfig, plan: WorkerPlan) -> list[NodeLink]:
     """Wait for the hosts 1 to `--nnodes` less 1 and give each its workers.
 
-    Raises `VLLMValidationError` for one whose settings differ, and `TimeoutError` naming those
+    Raises `VLLMValidationError` for one whose settings differ, and `StartTimeoutError` naming those
     that do not come.
     """
     parallel = config.parallel_config
@@ -100,9 +100,9 @@ class _Gathering:
         check_equal_devices(names, self._parallel.tensor_parallel_size)
         return links
 
-    def _too_late(self, missing: set[int], timeout_s: float) -> TimeoutError:
+    def _too_late(self, missing: set[int], timeout_s: float) -> StartTimeoutError:
         nodes = ", ".join(map(str, sorted(missing)))
-        return TimeoutError(
+        return StartTimeoutError(
             f"node {nodes} has not come to {self._place} in {timeout_s:g} s "
             "(--distributed-timeout-seconds); start `vllm serve MODEL --headless --node-rank "
             f"{min(missing)}` there, with this host's other flags"

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.distributed.rendezvous import MeetingPlace, listen
+from vllm.exceptions import StartTimeoutError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.executor.device_checks import check_equal_devices
@@ -42,7 +43,7 @@ _HELLO_S = 5.0
 class RayActors:
     """One actor per rank, in a placement group. `address`: this host's, at which they answer.
 
-    Raises what `await_cluster` raises, and `TimeoutError` when Ray has no room for them in
+    Raises what `await_cluster` raises, and `StartTimeoutError` when Ray has no room for them in
     `--distributed-timeout-seconds`.
     """
 
@@ -66,7 +67,7 @@ class RayActors:
         logger.info("waiting for room for %d Ray actors, a %s each", self._size, self._resource)
         group = self._group = placement_group([{self._resource: 1}] * self._size, "PACK")
         if not ray.wait([group.ready()], timeout=self._timeout_s)[0]:
-            raise TimeoutError(
+            raise StartTimeoutError(
                 f"Ray has no room for {self._size} workers with a {self._resource} each after "
                 f"{self._timeout_s:g} s (--distributed-timeout-seconds): the cluster has "
                 f"{ray.cluster_resources().get(self._resource, 0):g}, of which "
@@ -115,7 +116,7 @@ class RayActors:
                     ray.get(failed)  # raises what it failed with
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self._size)) - set(links))
-                    raise TimeoutError(
+                    raise StartTimeoutError(
                         f"the Ray actors of ranks {missing} have not connected to {self.address} "
                         f"in {self._timeout_s:g} s (--distributed-timeout-seconds)"
                     )

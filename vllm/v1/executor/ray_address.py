@@ -12,7 +12,7 @@ def await_cluster(address: str, timeout_s: float) -> None:
     """Returns when something listens at `address`; at once for one without a port (none, `auto`,
     `local`), of which Ray knows more.
 
-    Raises `TimeoutError` if nobody listens there in that time, `VLLMValidationError` for the
+    Raises `StartTimeoutError` if nobody listens there in that time, `VLLMValidationError` for the
     address of Ray Client.
     """
     if address.startswith(_CLIENT):

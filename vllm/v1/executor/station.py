@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from vllm.exceptions import ExplainedError
 
-class WorkerDiedError(RuntimeError):
+
+class WorkerDiedError(ExplainedError, RuntimeError):
     """A worker, or a host with workers, ended by itself. `was_killed`: not by an error of its own,
     so that it explains what others say at that time."""
 

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm import decisions
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import ExplainedError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.parent_watch import ParentWatch
@@ -252,7 +252,7 @@ def run_worker(setup: WorkerSetup, receiver: Receives, answers: TakesAnswers) ->
     except CancelledError:
         """The executor stops in the middle of a step."""
     except Exception as error:
-        if not isinstance(error, VLLMValidationError):  # whose message says all
+        if not isinstance(error, ExplainedError):
             logger.exception("worker %d failed", setup.rank)
         outbox.put(Answer(error=error, is_fatal=True))
         raise SystemExit(1) from None

@@ -5,6 +5,7 @@ start, must have in common for one to continue from what the other left. JSON va
 import hashlib
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.placements import expand
 from vllm.transformers_utils.config import read_config_dict
 from vllm.transformers_utils.configs.apriel2 import Apriel2TextConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.version import __version__
 
 #: bytes at the end of every file of weights that say which training run wrote it
@@ -27,7 +28,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     """What the values of a layer's state depend on, however they lie in memory."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     return {
-        "model_config": _digest(model.hf_config.to_dict()),
+        "model_config": config_digest(model.hf_config.to_dict()),
         "placement": placement_identity(vllm_config),
         "weights": weights_identity(vllm_config),
         "captured_layers": (
@@ -74,7 +75,7 @@ def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, 
         "hash_seed": _seed_digest(os.environ.get("PYTHONHASHSEED")),
         "state_groups": [
             {
-                "spec": repr(group.kv_cache_spec),
+                "spec": _spec(group.kv_cache_spec),
                 "layers": list(group.layer_names),
                 "block_bytes": plan.block_bytes,
                 "layer_offsets": list(plan.layer_offsets.values()),
@@ -82,8 +83,17 @@ def state_identity(vllm_config: VllmConfig, config: KVCacheConfig) -> dict[str, 
             for group, plan in zip(config.kv_cache_groups, config.plan.groups, strict=True)
         ],
     }
-    found: dict[str, Any] = json.loads(json.dumps(identity))
+    found: dict[str, Any] = json.loads(json.dumps(identity, default=repr))
     return found
+
+
+def _spec(spec: KVCacheSpec) -> dict[str, Any]:
+    """Field by field, so that a difference is named. A recurrent state is one block, however long
+    the longest request may be, which is its `block_size`."""
+    values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    if spec.is_recurrent:
+        del values["block_size"]
+    return {"kind": spec.kind, **values}
 
 
 def checkpoints(vllm_config: VllmConfig) -> list[tuple[str, str | None]]:
@@ -123,7 +133,7 @@ def _drafter(vllm_config: VllmConfig) -> dict[str, Any] | None:
     checkpoint, revision = drafter.checkpoint, drafter.checkpoint_revision
     own: dict[str, Any] = {}
     if checkpoint is not None:
-        own["model_config"] = _digest(read_config_dict(checkpoint, revision=revision))
+        own["model_config"] = config_digest(read_config_dict(checkpoint, revision=revision))
         own["weights"] = _weights(vllm_config, checkpoint, revision)
     return {"method": drafter.method, "layer_ids": list(drafter.layer_ids), **own}
 
@@ -133,7 +143,8 @@ def _seed_digest(seed: str | None) -> str | None:
     return None if seed is None else hashlib.sha256(seed.encode()).hexdigest()[:16]
 
 
-def _digest(config: dict[str, Any]) -> str:
+def config_digest(config: dict[str, Any]) -> str:
+    """Of what a `config.json` says, wherever it lies."""
     kept = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -111,9 +111,13 @@ class Sender:
     def _stage(self, job: SendJob, after: torch.cuda.Event | None, num_resets: int) -> None:
         reason = "its state could not be staged"
         try:
+            if self._is_gone(job.req_id):
+                return
             held = self._seal(job, after)
             with self._changed:
-                if num_resets == self._num_resets:
+                if self._is_gone(job.req_id):
+                    self._staging.free(held.offset)
+                elif num_resets == self._num_resets:
                     held.description[WEIGHTS] = self._identity.get(WEIGHTS)
                     self._held[job.req_id] = held
                     self._stats.add(sent_requests=1, sent_bytes=held.description["bytes"])
@@ -129,12 +133,17 @@ class Sender:
             logger.exception("request %s is not handed on", job.req_id)
         finally:
             with self._changed:
-                if job.req_id not in self._held:
+                if job.req_id not in self._held and not self._is_gone(job.req_id):
                     self._forget(job.req_id, reason)
                     self._stats.add(failed_sends=1)
                 self._staged.add(job.req_id)
                 self._changed.notify_all()
             self._ended()
+
+    def _is_gone(self, req_id: str) -> bool:
+        """A peer may need nothing of a request before its state has been staged."""
+        with self._changed:
+            return req_id in self._gone
 
     def _seal(self, job: SendJob, after: torch.cuda.Event | None) -> _Held:
         plan = self._copies.plan
