@@ -124,9 +124,10 @@ class ModelConfig:
         help="Names of placements of a supernet, NAME=PLACEMENT: a request whose `model` (or "
         "`placement`) is NAME runs with it. They have memory and graphs from the start.",
     )
-    max_request_placements: NonNegativeInt = option(
-        default=8,
-        help="Placements of a supernet without an alias that requests may have in use at once.",
+    max_request_placements: NonNegativeInt | None = option(
+        default=None,
+        help="Placements of a supernet without an alias that requests may have in use at once; 8 "
+        "by default.",
     )
     hf_overrides: Any = option(
         default_factory=dict,
@@ -275,6 +276,11 @@ class ModelConfig:
     def placement_aliases(self) -> dict[str, str]:
         """Placements of a supernet by the names that requests use."""
         return dict(text.split("=", 1) for text in self.placement_alias)
+
+    @property
+    def most_request_placements(self) -> int:
+        """What `max_request_placements` comes to."""
+        return 8 if self.max_request_placements is None else self.max_request_placements
 
     @property
     def is_hybrid(self) -> bool:
