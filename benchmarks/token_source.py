@@ -214,6 +214,7 @@ class TokenExecutor(Executor):
 
 
 def main() -> int:
+    from vllm.entrypoints.access_log import set_up_logging
     from vllm.entrypoints.api_processes.process import APPLICATION
     from vllm.entrypoints.api_processes.serve import serve_together
     from vllm.entrypoints.launcher import serve
@@ -255,6 +256,7 @@ def main() -> int:
         if args.api_server_count != 1:
             with fork_server(APPLICATION), bound(args, shared=True) as first:
                 return serve_together(first, args, config, TokenExecutor)
+        set_up_logging(args)
         with bound(args) as sock:
             return serve(
                 sock,

@@ -24,9 +24,12 @@ class VLLMValidationError(ExplainedError, ValueError):
         self, message: str, parameter: str | None = None, value: Any | None = None
     ) -> None:
         super().__init__(message)
-        self.message = message
         self.parameter = parameter
         self.value = value
+
+    @property
+    def message(self) -> str:
+        return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.parameter, self.value)

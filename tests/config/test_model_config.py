@@ -259,6 +259,19 @@ def test_sampling_defaults_from_elsewhere(tmp_path: Path) -> None:
     assert model.get_diff_sampling_param() == {"top_p": 0.25}
 
 
+def test_generation_config_is_read_once(tmp_path: Path) -> None:
+    """All who ask, also in the engine's process, know the same, whatever becomes of the file."""
+    model = ModelConfig(write_config(tmp_path))
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"top_k": 20, "eos_token_id": [4, 5]}')
+    assert model.get_diff_sampling_param() == {"top_k": 20}
+    file.unlink()
+    for each in (model, pickle.loads(pickle.dumps(model))):
+        assert each.try_get_generation_config()["eos_token_id"] == [4, 5]
+    model.override_generation_config = {"top_k": 3}
+    assert model.get_diff_sampling_param() == {"top_k": 3}
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "2"}', '{"eos_token_id": [1, "2"]}'])
 def test_broken_generation_config(tmp_path: Path, text: str) -> None:
     path = write_config(tmp_path)

@@ -336,6 +336,14 @@ def test_prefix_caching(tmp_path: Path, family: str, given: bool | None, result:
     assert (record(config, "enable_prefix_caching") is not None) == (given is None)
 
 
+def test_placements_of_no_supernet(llama: str) -> None:
+    assert EngineArgs(model=llama).create_engine_config().model_config.most_request_placements == 8
+    for given in (0, 8):
+        args = EngineArgs(model=llama, max_request_placements=given)
+        with pytest.raises(VLLMValidationError, match="--max-request-placements is .*leave it out"):
+            args.create_engine_config()
+
+
 def test_checkpoint_modes(tmp_path: Path) -> None:
     path = write_config(tmp_path, "hybrid")
     aligned = EngineArgs(model=path, mamba_cache_mode="align").create_engine_config()

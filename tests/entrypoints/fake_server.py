@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM
+from vllm.entrypoints.access_log import set_up_logging
 from vllm.entrypoints.cli.main import report_failure
 from vllm.entrypoints.launcher import serve
 from vllm.entrypoints.listening import bound, listen
@@ -70,6 +71,7 @@ def main() -> int:
     add_dataclass_flags(parser, FrontEndArgs, "Frontend")
     try:
         args = FrontEndArgs.from_cli_args(parser.parse_args())
+        set_up_logging(args)
         with bound(args) as sock:
             return serve(
                 sock, args, lambda: make_engine(args), lambda engine: build_app(engine, args)

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 
-from vllm.entrypoints.access_log import WithoutPaths, check_log_config, log_config
-from vllm.entrypoints.launcher import refresh_certificates
+from vllm.entrypoints.access_log import WithoutPaths, log_config, set_up_logging
+from vllm.entrypoints.launcher import _uvicorn_config, refresh_certificates
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.sampling import resolve_max_tokens
+from vllm.entrypoints.tally import Tallies
 from vllm.entrypoints.utils import merge, safe_id
 from vllm.exceptions import VLLMValidationError
 
@@ -171,4 +173,10 @@ def test_what_logging_cannot_do_is_found_before_the_model_is_loaded(
     file = tmp_path / "log.json"
     file.write_text(content)
     with pytest.raises(VLLMValidationError, match=f"--log-config-file .*log.json: .*{reason}"):
-        check_log_config(FrontEndArgs(log_config_file=str(file)))
+        set_up_logging(FrontEndArgs(log_config_file=str(file)))
+
+
+def test_a_server_does_not_set_logging_up_again() -> None:
+    """The file is read once, so what a start has checked is what holds."""
+    args = FrontEndArgs(log_config_file="/not/there.json")
+    assert _uvicorn_config(FastAPI(), args, Tallies()).log_config is None

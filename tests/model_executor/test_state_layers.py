@@ -12,7 +12,8 @@ from torch import nn
 
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.model_executor.state_layers import collect_layers, hand_over_layers
+from vllm.model_executor.state_layers import collect_layers, hand_over_layers, layer_specs
+from vllm.v1.kv_cache_interface import MambaSpec
 
 
 class Layer(nn.Module, AttentionLayerBase):
@@ -52,6 +53,23 @@ def test_a_name_is_used_once() -> None:
         collect_layers(config, nn.ModuleList([Named("a"), EntersItself(config, "a")]))
     shared = Named("shared")
     assert list(collect_layers(config, nn.ModuleList([shared, shared]))) == ["shared"]
+
+
+def test_a_layer_without_a_name() -> None:
+    model = nn.ModuleDict({"mixer": Layer()})
+    with pytest.raises(ValueError, match=r"^mixer, a Layer, .* no `layer_name`; .* `prefix`"):
+        collect_layers(VllmConfig(), model)
+
+
+class WithWrongSpec(Named):
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
+        return MambaSpec(block_size=16, shapes=((4,),), dtypes=())
+
+
+def test_a_layer_whose_spec_is_wrong_is_named() -> None:
+    layers = {"layers.3.mixer": WithWrongSpec("layers.3.mixer")}
+    with pytest.raises(ValueError, match=r"^layers\.3\.mixer: 1 state shapes, but 0 dtypes; give "):
+        layer_specs(VllmConfig(), layers)
 
 
 def test_clients_find_the_layers_and_keep_none_alive() -> None:

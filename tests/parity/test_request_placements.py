@@ -418,6 +418,8 @@ def test_what_does_not_fit_is_refused(
     drafts = {"method": "replay", "num_speculative_tokens": 2, "acceptance": 0.5}
     with pytest.raises(VLLMValidationError, match="drafts follow the steps of one placement"):
         make(supernet.path, speculative_config=drafts)
+    with pytest.raises(VLLMValidationError, match="--max-request-placements lets .* drafts follow"):
+        make(supernet.path, placement_alias=[], speculative_config=drafts)
     for chosen in ({}, {"placement": "all-gdn", "placement_alias": []}):
         with pytest.raises(VLLMValidationError, match="cannot be divided into stages; use --tens"):
             make(supernet.path, pipeline_parallel_size=2, **chosen)

@@ -206,6 +206,8 @@ def test_what_is_refused_changes_nothing(
         make(make_engine, fixed, placement="all-gdn")
     with pytest.raises(VLLMValidationError, match="--placement-alias .* no supernet"):
         make(make_engine, fixed, placement_alias=["x=all-gdn"])
+    with pytest.raises(VLLMValidationError, match="--max-request-placements: .* no supernet"):
+        make(make_engine, fixed, max_request_placements=2)
     with pytest.raises(VLLMValidationError, match="LlamaForCausalLM has one per layer"):
         make_engine("llama", placement="all-gdn")
 

@@ -77,6 +77,11 @@ BAD: list[tuple[type[Any], dict[str, Any], str]] = [
     (CacheConfig, {"cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*'fp8_e4m3'.*got 'fp8_e5m2'"),
     (CacheConfig, {"mamba_cache_mode": "some"}, "--mamba-cache-mode.*'align'.*got 'some'"),
     (CacheConfig, {"mamba_block_size": 64}, "--mamba-block-size needs --mamba-cache-mode=all"),
+    (
+        CacheConfig,
+        {"mamba_cache_mode": "all", "enable_prefix_caching": False},
+        "--mamba-cache-mode=all .* leave it out, or use --enable-prefix-caching",
+    ),
     (CacheConfig, {"mamba_block_size": 0}, "--mamba-block-size.*greater than 0"),
     (ParallelConfig, {"pipeline_parallel_size": 0}, "--pipeline-parallel-size.*greater than 0"),
     (ParallelConfig, {"data_parallel_size": 0}, "--data-parallel-size.*greater than 0"),

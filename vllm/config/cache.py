@@ -147,6 +147,13 @@ class CacheConfig:
                 "mamba_block_size",
                 self.mamba_block_size,
             )
+        if self.mamba_cache_mode == "all" and not self.enable_prefix_caching:
+            raise VLLMValidationError(
+                "--mamba-cache-mode=all keeps checkpoints for the prefix cache, which is off; "
+                "leave it out, or use --enable-prefix-caching",
+                "mamba_cache_mode",
+                self.mamba_cache_mode,
+            )
         for kind, size in self.block_sizes.items():
             if size < 1 or size % self.block_size:
                 raise VLLMValidationError(

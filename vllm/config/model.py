@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, NonNegativeInt, ValidatorFunctionWrapHandler, WrapValidator
@@ -124,9 +125,10 @@ class ModelConfig:
         help="Names of placements of a supernet, NAME=PLACEMENT: a request whose `model` (or "
         "`placement`) is NAME runs with it. They have memory and graphs from the start.",
     )
-    max_request_placements: NonNegativeInt = option(
-        default=8,
-        help="Placements of a supernet without an alias that requests may have in use at once.",
+    max_request_placements: NonNegativeInt | None = option(
+        default=None,
+        help="Placements of a supernet without an alias that requests may have in use at once; 8 "
+        "by default.",
     )
     hf_overrides: Any = option(
         default_factory=dict,
@@ -277,6 +279,11 @@ class ModelConfig:
         return dict(text.split("=", 1) for text in self.placement_alias)
 
     @property
+    def most_request_placements(self) -> int:
+        """What `max_request_placements` comes to."""
+        return 8 if self.max_request_placements is None else self.max_request_placements
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether some layer keeps a recurrent state."""
         return bool(self.model_arch_config.is_hybrid)
@@ -322,23 +329,26 @@ class ModelConfig:
         Where the source of sampling defaults names no end-of-sequence ids, they are the
         checkpoint's; where that has no generation config, those of its `config.json`.
         """
-        from vllm.transformers_utils.config import get_generation_config
-
-        own = self._own_generation_config() if self.generation_config == "auto" else None
-        if own is not None:
-            found = own
-        elif self.generation_config == "vllm":
-            found = {}
-        else:
-            found = get_generation_config(self.generation_config, required=True)
-        found = {**found, **self.override_generation_config}
+        found = {**self._sampling_source, **self.override_generation_config}
         if "eos_token_id" not in found:
-            own = self._own_generation_config() if own is None else own
-            found["eos_token_id"] = own.get("eos_token_id")
+            found["eos_token_id"] = self._own_generation_config.get("eos_token_id")
         return found
 
+    @cached_property
+    def _sampling_source(self) -> dict[str, Any]:
+        """What `generation_config` names, read once."""
+        from vllm.transformers_utils.config import get_generation_config
+
+        if self.generation_config == "auto":
+            return self._own_generation_config
+        if self.generation_config == "vllm":
+            return {}
+        return get_generation_config(self.generation_config, required=True)
+
+    @cached_property
     def _own_generation_config(self) -> dict[str, Any]:
-        """The checkpoint's generation config, or what its `config.json` says in place of one."""
+        """The checkpoint's generation config, or what its `config.json` says in place of one; read
+        once."""
         from transformers import GenerationConfig
 
         from vllm.transformers_utils.config import get_generation_config

@@ -23,17 +23,22 @@ def check_layout(config: VllmConfig) -> None:
 
 def _check_placement(config: VllmConfig) -> None:
     """`VLLMValidationError` for a placement of what is no supernet or is divided into stages, and
-    for aliases where all requests run with one placement."""
+    for requests' placements where all run with one."""
     model = config.model_config
-    flag = "placement" if model.placement is not None else "placement_alias"
-    if model.placement is None and not model.placement_alias:
+    given = {
+        "placement": model.placement,
+        "placement_alias": model.placement_alias or None,
+        "max_request_placements": model.max_request_placements,
+    }
+    flag = next((name for name, value in given.items() if value is not None), None)
+    if flag is None:
         return
     if not ModelRegistry.has_placements(model.architectures):
         raise VLLMValidationError(
-            f"{flag_name(flag)} chooses among the mixers of a supernet, but {model.architecture} "
-            "has one per layer; leave it out",
+            f"{flag_name(flag)} is about the mixers of a supernet, but {model.architecture} has "
+            "one per layer; leave it out",
             parameter=flag,
-            value=model.placement or model.placement_alias,
+            value=given[flag],
         )
     if config.parallel_config.pipeline_parallel_size > 1:
         raise VLLMValidationError(
@@ -43,13 +48,14 @@ def _check_placement(config: VllmConfig) -> None:
             value=config.parallel_config.pipeline_parallel_size,
         )
     reason = why_one_at_a_time(config)
-    if model.placement_alias and reason is not None:
-        raise VLLMValidationError(
-            f"--placement-alias lets requests choose, but {reason}; leave one of them out, or "
-            "choose with --placement",
-            parameter="placement_alias",
-            value=model.placement_alias,
-        )
+    for choice in ("placement_alias", "max_request_placements"):
+        if given[choice] is not None and reason is not None:
+            raise VLLMValidationError(
+                f"{flag_name(choice)} lets requests choose, but {reason}; leave one of them out, "
+                "or choose with --placement",
+                parameter=choice,
+                value=given[choice],
+            )
 
 
 def _check_pipeline(config: VllmConfig) -> None:

@@ -26,8 +26,9 @@ class WithoutPaths(logging.Filter):
         return str(record.args[2]).partition("?")[0] not in self.paths
 
 
-def check_log_config(args: FrontEndArgs) -> None:
-    """Log as `log_config` says; `VLLMValidationError` where a file says what cannot be done."""
+def set_up_logging(args: FrontEndArgs) -> None:
+    """Log in this process as `log_config` says; `VLLMValidationError` where a file says what cannot
+    be done."""
     try:
         logging.config.dictConfig(log_config(args))
     except (ValueError, TypeError, AttributeError) as error:

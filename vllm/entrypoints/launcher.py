@@ -22,7 +22,6 @@ import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllm import decisions, envs
-from vllm.entrypoints.access_log import log_config
 from vllm.entrypoints.listening import BACKLOG, listen, remove_own_files
 from vllm.entrypoints.openai.errors import APIError
 from vllm.entrypoints.restart import note_stop
@@ -214,7 +213,7 @@ def _uvicorn_config(app: ASGIApp, args: FrontEndArgs, tallies: Tallies) -> uvico
         ws="none",
         backlog=BACKLOG,
         log_level=args.uvicorn_log_level,
-        log_config=log_config(args),
+        log_config=None,  # the process did, as it began: `set_up_logging`
         access_log=not args.disable_uvicorn_access_log,
         timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
         timeout_graceful_shutdown=math.ceil(args.shutdown_timeout),

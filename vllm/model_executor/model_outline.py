@@ -17,7 +17,7 @@ from vllm.model_executor.layers.moe import check_expert_parallel
 from vllm.model_executor.model_loader.base import initialize_model
 from vllm.model_executor.models.interfaces import HasPlacements, as_stage
 from vllm.model_executor.placements import Placement
-from vllm.model_executor.state_layers import collect_layers
+from vllm.model_executor.state_layers import collect_layers, layer_specs
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.spec_decode.drafter import attach_drafter, create_drafter
@@ -59,7 +59,7 @@ def outline_of(config: VllmConfig, models: list[nn.Module]) -> ModelOutline:
     journals = count_journals(config, layers)
     return ModelOutline(
         placement=_own_placement(models[0]) or "",
-        specs={name: layer.get_kv_cache_spec(config) for name, layer in layers.items()},
+        specs=layer_specs(config, layers),
         weight_bytes=whole - host_bytes,
         host_bytes=host_bytes,
         journals=journals,

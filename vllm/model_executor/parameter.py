@@ -82,6 +82,18 @@ class WeightDtypeError(ValueError):
     """A checkpoint tensor has an element type that its parameter cannot take."""
 
 
+class WeightShardError(ValueError):
+    """A checkpoint tensor is said to be a shard that its parameter does not have."""
+
+    def __init__(self, shard_id: ShardId, known: Sequence[ShardId]) -> None:
+        has = f"has the shards {list(known)}" if known else "is no fused one"
+        super().__init__(f"given as shard {shard_id!r} of a parameter that {has}")
+        self.shards = shard_id, tuple(known)
+
+    def __reduce__(self) -> tuple[type[WeightShardError], tuple[ShardId, tuple[ShardId, ...]]]:
+        return type(self), self.shards
+
+
 @dataclass(frozen=True)
 class Section:
     """`size` rows in the checkpoint, cut into `parts`, of which this process holds `part`."""
@@ -131,10 +143,11 @@ class WeightLayout:
 def default_weight_loader(param: Tensor, loaded: Tensor, shard_id: ShardId | None = None) -> None:
     """Copy a whole tensor, converting dtype and device.
 
-    Raises WeightShapeError; a checkpoint's single element may be 0-d or 1-d.
+    Raises WeightShapeError, and WeightShardError for any shard; a checkpoint's single element may
+    be 0-d or 1-d.
     """
     if shard_id is not None:
-        raise ValueError(f"the parameter has no shard {shard_id!r}")
+        raise WeightShardError(shard_id, ())
     if param.shape != loaded.shape and not param.numel() == 1 == loaded.numel():
         raise WeightShapeError(param.shape, loaded.shape)
     param.data.copy_(loaded.reshape(param.shape))
@@ -150,8 +163,8 @@ def load_sections(
 ) -> None:
     """Copy this process's part of one, some or all sections into `param` along `dim`.
 
-    Raises WeightShapeError naming the shape the checkpoint should have had, KeyError for an
-    unknown shard id.
+    Raises WeightShapeError naming the shape the checkpoint should have had, WeightShardError for
+    an unknown shard id.
     """
     for start, part in local_parts(param.shape, loaded, shard_id, sections, dim):
         param.data.narrow(dim, start, part.shape[dim]).copy_(part)
@@ -160,11 +173,15 @@ def load_sections(
 def wanted_sections(
     shard_id: ShardId | tuple[ShardId, ...] | None, sections: Sequence[Section]
 ) -> tuple[Section, ...]:
-    """The sections that a shard id names; KeyError for an unknown one."""
+    """The sections that a shard id names; WeightShardError for an unknown one."""
     if shard_id is None:
         return tuple(sections)
     known = {section.shard_id: section for section in sections}
-    return tuple(known[i] for i in (shard_id if isinstance(shard_id, tuple) else (shard_id,)))
+    wanted = shard_id if isinstance(shard_id, tuple) else (shard_id,)
+    for one in wanted:
+        if one not in known:
+            raise WeightShardError(one, tuple(known))
+    return tuple(known[one] for one in wanted)
 
 
 def local_parts(

@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -407,6 +408,30 @@ def test_other_ranks_report_without_writing(
     harness.finish("r")
     assert harness.step() == {"r"}
     assert not list(tmp_path.iterdir())
+
+
+class WithOwnSettings(
+    module.ExampleHiddenStatesConnector, setting_names=("shared_storage_path", "colour")
+):
+    """Says which settings it knows."""
+
+
+class WithAnySettings(module.ExampleHiddenStatesConnector):
+    """Says nothing, as clients written for other releases."""
+
+
+def test_settings_of_derived_connectors(tmp_path: Path) -> None:
+    def build(cls: type[module.ExampleHiddenStatesConnector], **settings: Any) -> None:
+        name = cls.__name__
+        transfer = transfer_config(name, shared_storage_path=tmp_path, **settings)
+        cls(extraction_config(transfer), KVConnectorRole.SCHEDULER, cache_config())
+
+    build(WithOwnSettings, colour="red")
+    build(WithAnySettings, colour="red", shape="round")
+    with pytest.raises(ValueError, match=r"shape.*shared_storage_path, colour"):
+        build(WithOwnSettings, shape="round")
+    with pytest.raises(ValueError, match="colour"):
+        build(module.ExampleHiddenStatesConnector, colour="red")
 
 
 def test_subclass_may_encode_differently(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.capabilities import ConnectorCapabilities
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
@@ -406,8 +407,9 @@ ANSWERED_BY_THE_BASE = {
 
 def test_every_call_reaches_the_children() -> None:
     """A method that the base gains must be forwarded, or a reason be given here."""
-    public = {name for name in vars(KVConnectorBase_V1) if not name.startswith("_")}
-    calls = {n for n in public if not isinstance(vars(KVConnectorBase_V1)[n], type | None)}
+    interface = vars(ConnectorCapabilities) | vars(KVConnectorBase_V1)
+    public = {name for name in interface if not name.startswith("_")}
+    calls = {n for n in public if not isinstance(interface[n], type | None)}
     own = vars(MultiConnector).keys() | vars(MultiConnectorClass).keys()
     assert calls - own == ANSWERED_BY_THE_BASE.keys()
 

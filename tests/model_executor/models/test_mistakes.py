@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttention
 from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
 from vllm.model_executor.models.llama import attention_shape
-from vllm.model_executor.models.utils import gated_mlp, head_dim, rotary
+from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim, rotary
+from vllm.model_executor.models.weights import WeightsError
 
 NEW = "MistakenForCausalLM"
 
@@ -68,9 +71,15 @@ def by_function(vllm_config: VllmConfig, prefix: str) -> nn.Module:
     return WithMixer(vllm_config, prefix)
 
 
-def harness(path: Path, layer: Callable[..., nn.Module], **fields: Any) -> Harness:
-    """A model of such layers, with weights of Llama's."""
-    ModelRegistry.register_model(NEW, type(NEW, (DecoderForCausalLM,), {"layer_class": layer}))
+def harness(
+    path: Path,
+    layer: Callable[..., nn.Module],
+    attributes: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> Harness:
+    """A model of such layers, of a class with such `attributes`, with weights of Llama's."""
+    data = {"layer_class": layer, **attributes}
+    ModelRegistry.register_model(NEW, type(NEW, (DecoderForCausalLM,), data))
     model = ModelConfig(
         model=str(path),
         dtype=torch.float32,
@@ -130,3 +139,46 @@ def test_a_model_that_ignores_quantisation(path: Path) -> None:
     assert (
         harness(path, WithMixer, quantization="fp8").logits([Chunk(0, 0, [1, 2])]).isfinite().all()
     )
+
+
+class OddHeads(WithMixer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        config = vllm_config.model_config.hf_text_config
+        SelfAttention(
+            replace(attention_shape(config), num_kv_heads=3),
+            rotary(vllm_config, head_dim(config)),
+            f"{prefix}.other",
+        )
+
+
+def test_a_layer_that_cannot_be_built_is_named(path: Path) -> None:
+    with pytest.raises(VLLMValidationError, match=r"^model\.layers\.0: 4 query heads for 3") as e:
+        harness(path, OddHeads)
+    assert (e.value.message, e.value.parameter) == (str(e.value), "model")
+
+
+class Narrow(WithMixer):
+    """Its second layer's mixer gets too few columns."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        self.lost = extract_layer_index(prefix)
+
+    def mix(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        width = hidden_states.shape[1] - self.lost
+        return super().mix(positions, hidden_states[:, :width].contiguous())
+
+
+def test_a_layer_whose_shapes_disagree_is_named(path: Path) -> None:
+    """The kernel that refuses the tensors has no name to say."""
+    built = harness(path, Narrow)
+    with pytest.raises(RuntimeError, match=r"^model\.layers\.1\.self_attn\.qkv_proj: "):
+        built.logits([Chunk(0, 0, [1, 2, 3])])
+
+
+def test_a_shard_that_the_parameter_has_not(path: Path) -> None:
+    fused = [*DecoderForCausalLM.fused_names[:4], ("gate_up_proj", "up_proj", 2)]
+    wrong = r"wrong shard: model\.layers\.0\.mlp\.up_proj\.weight: given as shard 2 .*\[0, 1\]; see"
+    with pytest.raises(WeightsError, match=wrong):
+        harness(path, WithMixer, {"fused_names": fused})

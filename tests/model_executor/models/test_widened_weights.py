@@ -11,8 +11,7 @@ from torch import Tensor
 
 from vllm import decisions
 from vllm.kernels.fp8 import FP8
-from vllm.model_executor.models.weights import widened
-from vllm.model_executor.parameter import WeightShapeError
+from vllm.model_executor.models.weights import WeightsError, widened
 
 VALUES = torch.randn(200, 130).to(FP8)
 LAYER = "model.layers.0.self_attn.kv_b_proj"
@@ -57,5 +56,6 @@ def test_what_has_no_partner_passes() -> None:
 
 def test_scales_of_no_known_shape() -> None:
     scale = (f"{LAYER}.weight_scale_inv", torch.rand(3, 2))
-    with pytest.raises(WeightShapeError, match=r"expected shape \[2, 2\], found \[3, 2\]"):
+    wrong = rf"mis-shaped: {LAYER}\.weight_scale_inv: expected shape \[2, 2\], found \[3, 2\]"
+    with pytest.raises(WeightsError, match=wrong):
         load([(f"{LAYER}.weight", VALUES), scale])

@@ -331,7 +331,8 @@ def test_a_padded_token_with_a_slot(bench: Bench) -> None:
 @pytest.mark.parametrize("group", [STATE, FULL, WINDOW, HIDDEN])
 def test_a_slot_that_is_not_written(bench: Bench, group: int) -> None:
     bench.begin(("a", blocks(bench), 0))
-    message = f"request a, group {group} .*was not written by the .*, or made of what nobody wrote"
+    origin = "made of what nobody wrote, there or in a layer before"
+    message = f"request a, group {group} .*was not written by the .*, or {origin}"
     with pytest.raises(SanitizerError, match=message):
         bench.run(skip=(group,), a=17)
 

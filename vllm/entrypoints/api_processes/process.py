@@ -175,6 +175,7 @@ class CommandedEngine:
 def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     """Entry point: imports what is needed, then waits at `pipe` for an `ApiSetup` and serves on
     `sock`. Ends when told to, when the core dies, or when the parent is gone."""
+    from vllm.entrypoints.access_log import set_up_logging
     from vllm.entrypoints.launcher import run_server_loop, stop_start_at_signals
     from vllm.entrypoints.tally import Tallies
 
@@ -189,6 +190,7 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     except EOFError:  # the start has failed elsewhere
         return
     args = dataclasses.replace(setup.args)  # its checks import what plug-ins bring
+    set_up_logging(args)
     stop_start_at_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tallies = Tallies(setup.tally_path, setup.num_places, setup.place)

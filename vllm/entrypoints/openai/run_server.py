@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from vllm import envs
-from vllm.entrypoints.access_log import check_log_config
+from vllm.entrypoints.access_log import set_up_logging
 from vllm.entrypoints.chat_utils import load_chat_template
 from vllm.entrypoints.openai.cli_args import FrontEndArgs, import_middleware
 from vllm.entrypoints.restart import restart
@@ -81,7 +81,7 @@ def _run_api(args: FrontEndArgs, engine_args: AsyncEngineArgs) -> int:
 
     stop_start_at_signals()
     load_chat_template(args.chat_template)
-    check_log_config(args)
+    set_up_logging(args)
     check_certificates(args)
     for path in args.middleware:
         import_middleware(path)

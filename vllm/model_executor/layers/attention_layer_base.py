@@ -28,7 +28,8 @@ class AttentionLayerBase(ABC):
     `kv_cache` before the first forward.
     """
 
-    layer_name: str
+    #: see above; the engine refuses a layer that has none
+    layer_name: str = ""
     kv_cache: Any = None
     #: whether all the layer reads of its metadata in a padded step lies at fixed addresses and has
     #: a fixed size, so that a graph may hold what reads it

@@ -23,6 +23,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import copied_parts, divide
 from vllm.kernels.fp8 import Fp8Rows
 from vllm.kernels.residual_stream import BranchParts, ResidualStream
+from vllm.model_executor.layer_errors import naming_layer
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.quantization.base import LinearMethod, QuantizationConfig
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
@@ -147,9 +148,10 @@ class ColumnParallelLinear(LinearBase, Communicates):
     ) -> None:
         super().__init__(input_size, output_size, **options)
         self.gather_output = gather_output
-        self.sections = self.make_sections(output_sizes or [output_size])
-        self.output_size_per_partition = local_size(self.sections)
-        self.create_parameters(WeightLayout(self.sections, Section(0, input_size)), bias)
+        with naming_layer(self.prefix):
+            self.sections = self.make_sections(output_sizes or [output_size])
+            self.output_size_per_partition = local_size(self.sections)
+            self.create_parameters(WeightLayout(self.sections, Section(0, input_size)), bias)
 
     def make_sections(self, output_sizes: Sequence[int]) -> tuple[Section, ...]:
         """One section per fused matrix, numbered from 0."""
@@ -291,9 +293,10 @@ class RowParallelLinear(LinearBase, Communicates):
         super().__init__(input_size, output_size, **options)
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
-        self.input_size_per_partition = divide(input_size, self.tp_size)
-        columns = Section(0, input_size, self.tp_size, self.tp_rank)
-        self.create_parameters(WeightLayout((Section(0, output_size),), columns), bias)
+        with naming_layer(self.prefix):
+            columns = Section(0, input_size, self.tp_size, self.tp_rank)
+            self.input_size_per_partition = columns.local_size
+            self.create_parameters(WeightLayout((Section(0, output_size),), columns), bias)
 
     def forward(self, x: Tensor) -> LinearOutput:
         """`[..., input_size_per_partition] -> [..., output_size]`."""

@@ -134,7 +134,7 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         prefix: str = "",
         layer_type: type[nn.Module] | None = None,
     ) -> None:
-        _check_aliases(vllm_config.model_config)
+        _check_request_placements(vllm_config.model_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix, layer_type=layer_type)
         if vllm_config.model_config.placement is not None:
             self.set_layer_placements(vllm_config.model_config.placement)
@@ -202,11 +202,17 @@ class Apriel2ForCausalLM(DecoderForCausalLM, HasPlacements):
         return super().load_weights(chain(_without(weights, absent), absent.items()))
 
 
-def _check_aliases(model: ModelConfig) -> None:
+def _check_request_placements(model: ModelConfig) -> None:
     """`VLLMValidationError` that names the alias of a placement that there is not, or of one while
-    another has its name."""
+    another has its name, and for room for placements of what is no supernet."""
     config = cast(Apriel2TextConfig, model.hf_text_config)
     num_layers, choices = config.num_hidden_layers, config.choices()
+    if model.max_request_placements is not None and not choices:
+        raise VLLMValidationError(
+            f"--max-request-placements: {NO_SUPERNET}; leave it out",
+            "max_request_placements",
+            model.max_request_placements,
+        )
     for name, placement in model.placement_aliases.items():
         try:
             if not choices:

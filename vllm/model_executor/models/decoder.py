@@ -18,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.config.current import get_current_vllm_config
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layer_errors import name_failing_module
 from vllm.model_executor.layer_kinds import repeated_layers
 from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -277,8 +278,12 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Hidden:
-        """See `DecoderModel.forward`."""
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        """See `DecoderModel.forward`; errors name the module that they come from."""
+        try:
+            return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
+        except Exception as error:
+            name_failing_module(error, self)
+            raise
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """`[n, hidden] -> [n, vocab]` in the model dtype."""

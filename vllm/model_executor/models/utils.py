@@ -16,6 +16,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.distributed.pipeline_partition import choose_partition
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layer_errors import naming_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
@@ -124,16 +125,21 @@ def make_layers(
     num_hidden_layers: int, layer_fn: LayerFactory, prefix: str
 ) -> tuple[int, int, nn.ModuleList]:
     """All layers `0 .. num_hidden_layers - 1`, of which this pipeline stage has `[start, end)`,
-    built by `layer_fn(prefix=...)`; the others are `MissingLayer`s. Returns start, end, layers."""
+    built by `layer_fn(prefix=...)`; the others are `MissingLayer`s. Returns start, end, layers.
+    Errors name the layer that they come from."""
     stage = get_pp_group()
     start, end = 0, num_hidden_layers
     if stage.world_size > 1:
         counts = _partition(num_hidden_layers, layer_fn, prefix, stage.world_size)
         start = sum(counts[: stage.rank_in_group])
         end = start + counts[stage.rank_in_group]
+
+    def build(index: int) -> nn.Module:
+        with naming_layer(f"{prefix}.{index}"):
+            return layer_fn(prefix=f"{prefix}.{index}")
+
     layers = nn.ModuleList(
-        layer_fn(prefix=f"{prefix}.{i}") if start <= i < end else MissingLayer()
-        for i in range(num_hidden_layers)
+        build(i) if start <= i < end else MissingLayer() for i in range(num_hidden_layers)
     )
     return start, end, layers
 

@@ -18,6 +18,7 @@ from vllm.model_executor.parameter import (
     ShardId,
     WeightDtypeError,
     WeightShapeError,
+    WeightShardError,
     default_weight_loader,
 )
 from vllm.model_executor.utils import get_weight_attr
@@ -200,7 +201,8 @@ class AutoWeightsLoader:
     def load_weights(self, weights: Weights, *, mapper: WeightsMapper | None = None) -> set[str]:
         """Load everything; returns the names of the loaded parameters.
 
-        Raises WeightsError with every missing, surplus and mis-shaped tensor.
+        Raises WeightsError with every tensor that is missing, surplus, mis-shaped or of a shard
+        that its parameter has not.
         """
         problems: list[str] = []
         skipped = dict.fromkeys(self._skips, 0)
@@ -231,6 +233,8 @@ class AutoWeightsLoader:
                 problems.append(f"mis-shaped: {name}: {error}")
             except WeightDtypeError as error:
                 problems.append(f"mis-typed: {name}: {error}")
+            except WeightShardError as error:
+                problems.append(f"wrong shard: {name}: {error}; see the model's `fused_names`")
         problems += [f"missing: {name}" for name in self._missing(loaded)]
         if problems:
             raise WeightsError(problems)
@@ -323,7 +327,7 @@ def widened(
     """A checkpoint's tensors, the float8 ones of layers called `modules` times their scales.
 
     Those are kept until their partners come; what stays alone passes as it is, to be reported.
-    Scales of such layers' activations are left out. Raises WeightShapeError.
+    Scales of such layers' activations are left out. Raises WeightsError for a scale's shape.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
@@ -337,8 +341,12 @@ def widened(
             parts = waiting.setdefault(layer, {})
             parts[kind] = tensor
             if _WEIGHT in parts and len(parts) > 1:
-                scale = next(parts[each] for each in _SCALES if each in parts)
-                yield f"{layer}.{_WEIGHT}", _times(parts[_WEIGHT], scale).to(dtype)
+                scale_kind = next(each for each in _SCALES if each in parts)
+                try:
+                    wide = _times(parts[_WEIGHT], parts[scale_kind]).to(dtype)
+                except WeightShapeError as error:
+                    raise WeightsError([f"mis-shaped: {layer}.{scale_kind}: {error}"]) from error
+                yield f"{layer}.{_WEIGHT}", wide
                 del waiting[layer]
                 decisions.record(
                     f"float8 weights of {layer.rpartition('.')[2]}",

@@ -11,7 +11,7 @@ from vllm.model_executor.decode_work import decode_work
 from vllm.model_executor.model_outline import bytes_in_use, models_on_meta
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.placements import Placement
-from vllm.model_executor.state_layers import collect_layers
+from vllm.model_executor.state_layers import collect_layers, layer_specs
 from vllm.v1.core.arena_planner import plan_arena
 from vllm.v1.core.decode_cost import DEVICES, DecodeCost, DeviceSpeed, predict
 from vllm.v1.core.explain_request import cost_of_request
@@ -69,7 +69,7 @@ def explain_decode(
 
     def row(names: list[str], form: Placement) -> PlacementDecode:
         layers = collect_layers(config, *models)
-        specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+        specs = layer_specs(config, layers)
         fitting = _fitting(config, specs, lengths, arena_bytes)
         weights = bytes_in_use(models, form)
         return PlacementDecode(tuple(names), costs(), fitting, weight_bytes=weights)

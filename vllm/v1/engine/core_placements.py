@@ -59,7 +59,7 @@ class CorePlacements:
         self._drain, self._memory, self._late_captures = drain, memory, late_captures
         assert vllm_config.model_config is not None
         self._aliases = vllm_config.model_config.placement_aliases
-        self._most_unnamed = vllm_config.model_config.max_request_placements
+        self._most_unnamed = vllm_config.model_config.most_request_placements
         #: the engine's own before the last change, None if that changed nothing
         self._replaced: str | None = None
         #: whether requests wait for a place for their placement

@@ -54,7 +54,9 @@ class MambaSpec(KVCacheSpec):
                 "((64,),) for one vector of 64"
             )
         if len(self.shapes) != len(self.dtypes):
-            raise ValueError(f"{len(self.shapes)} state shapes but {len(self.dtypes)} dtypes")
+            raise ValueError(
+                f"{len(self.shapes)} state shapes, but {len(self.dtypes)} dtypes; give one for each"
+            )
         if self.mamba_cache_mode not in ("none", "align", "all"):
             raise ValueError(f"unknown mamba_cache_mode {self.mamba_cache_mode!r}")
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.kernels.journal import JournalMemory, JournalShape, JournalSize
+from vllm.model_executor.layer_errors import naming_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase, KeepsJournal
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -26,12 +27,14 @@ JournalCounts = Counter[JournalShape]
 def count_journals(
     vllm_config: VllmConfig, layers: Mapping[str, AttentionLayerBase]
 ) -> JournalCounts:
-    """Those of a placement's layers."""
-    return JournalCounts(
-        layer.journal_shape(MambaSpec.expect(layer.get_kv_cache_spec(vllm_config)))
-        for layer in layers.values()
-        if isinstance(layer, KeepsJournal)
-    )
+    """Those of a placement's layers; errors name the layer that they come from."""
+    counts = JournalCounts()
+    for name, layer in layers.items():
+        if isinstance(layer, KeepsJournal):
+            with naming_layer(name):
+                spec = MambaSpec.expect(layer.get_kv_cache_spec(vllm_config))
+                counts[layer.journal_shape(spec)] += 1
+    return counts
 
 
 def journal_bytes(vllm_config: VllmConfig, counts: JournalCounts) -> int:

@@ -28,7 +28,7 @@ from vllm.model_executor.placements import (
     placement_error,
     why_one_at_a_time,
 )
-from vllm.model_executor.state_layers import collect_layers, hand_over_layers
+from vllm.model_executor.state_layers import collect_layers, hand_over_layers, layer_specs
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockOperation
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, PlacementGroups
@@ -207,7 +207,7 @@ class ModelOnDevice:
         layers = self.layers
         if placement is not None:
             layers = collect_layers(self.vllm_config, *self.models, placement=placement)
-        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
+        return layer_specs(self.vllm_config, layers)
 
     def journal_bytes(self, placement: Placement | None = None) -> int:
         """What the journals of `placements` take, or those of a model without any."""

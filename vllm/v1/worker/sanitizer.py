@@ -24,7 +24,10 @@ from vllm.v1.worker.input_batch import InputBatch, RequestState, StepOrder
 from vllm.v1.worker.state_probe import GroupProbe
 from vllm.v1.worker.step_inputs import StepInputs
 
-_UNWRITTEN = "was not written by the step that computed it, or made of what nobody wrote"
+_UNWRITTEN = (
+    "was not written by the step that computed it, or made of what nobody wrote, there or in a "
+    "layer before"
+)
 _NOT_READ = (
     " although nothing the request may read is: a kernel read more than that, or the model itself "
     "computes NaN"

@@ -28,6 +28,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from vllm.distributed.kv_transfer.kv_connector.v1.capabilities import (
+    ConnectorCapabilities,
+    SupportsHMA,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.messages import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -65,14 +69,6 @@ class StateMemory:
     cross_layers: tuple[Tensor, type[AttentionBackend]] | None = None
 
 
-@dataclass(frozen=True)
-class StateTier:
-    """Memory behind the arena: `num_pages` pages of the arena's size."""
-
-    name: str
-    num_pages: int
-
-
 #: `(src_caches, dst_caches, src_block_ids, dst_block_ids, direction)`
 CopyBlocksOp = Callable[
     [dict[str, Tensor], dict[str, Tensor], list[int], list[int], Literal["h2d", "d2h"]], None
@@ -86,18 +82,11 @@ class KVConnectorRole(enum.Enum):
     WORKER = 1
 
 
-class SupportsHMA(ABC):
-    """A connector that can work with several state groups at once."""
+class KVConnectorBase_V1(ConnectorCapabilities, ABC):
+    """Base of all connectors: what the engine calls, beside what it asks (`ConnectorCapabilities`).
 
-    @abstractmethod
-    def request_finished_all_groups(
-        self, request: Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """`KVConnectorBase_V1.request_finished` with one block list per group."""
-
-
-class KVConnectorBase_V1(ABC):
-    """Base of all connectors. Raises ValueError without `vllm_config.kv_transfer_config`."""
+    Raises ValueError without `vllm_config.kv_transfer_config`.
+    """
 
     #: the connector's statistics, and what shows them at `/metrics`; None: it has none
     stats_class: ClassVar[type[KVConnectorStats] | None] = None
@@ -124,92 +113,12 @@ class KVConnectorBase_V1(ABC):
     def role(self) -> KVConnectorRole:
         return self._role
 
-    # ---- capabilities --------------------------------------------------------------------------
-
-    @classmethod
-    def supports_hma_config(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether this class, configured like this, can work with several state groups."""
-        return issubclass(cls, SupportsHMA)
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """Whether one tensor over all layers suits this connector better than one per layer."""
-        return False
-
-    @property
-    def takes_arena(self) -> bool:
-        """Whether this connector moves whole blocks of the arena, all layers of a group at once."""
-        return False
-
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """`"NHD"`, `"HND"` or None for no demand."""
         if cls is KVConnectorBase_V1:
             raise TypeError("get_required_kvcache_layout is asked of a connector, not of the base")
         return None
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether the per-layer calls must also happen in steps that replay a graph."""
-        return False
-
-    @classmethod
-    def acts_on_every_layer(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether the per-layer calls do anything for layers that compute with their cache.
-
-        False: only layers that keep captured hidden states make them, and graphs hold the others.
-        """
-        return True
-
-    @classmethod
-    def reads_recurrent_state(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether it reads state blocks of running requests on recurrent layers, in any step."""
-        return True
-
-    @classmethod
-    def loads_drafter_rows(cls, kv_transfer_config: KVTransferConfig, num_ahead: int) -> bool:
-        """Whether this class, configured like this, loads what drafters that read the target keep:
-        the rows of their layers, which make no per-layer calls, each compared by the `num_ahead`
-        tokens after its own, too, on which it depends (`KVCacheSpec.num_lookahead_tokens`)."""
-        return False
-
-    @classmethod
-    def supports_pipeline_stages(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether this class, configured like this, works where each worker has a part of the
-        layers: groups without layers there, and other bytes in a page than elsewhere."""
-        return False
-
-    @classmethod
-    def supports_several_hosts(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Whether this class, configured like this, works where workers are on several hosts: a
-        worker's files are those of its host, and nobody else knows its addresses."""
-        return True
-
-    @classmethod
-    def state_tiers(
-        cls, kv_transfer_config: KVTransferConfig, plan: ArenaPlan, num_ranks: int
-    ) -> list[StateTier]:
-        """Memory behind the arena that this connector, configured like this, will use on each of
-        `num_ranks` workers; for `vllm explain`."""
-        return []
-
-    @classmethod
-    def device_bytes(cls, kv_transfer_config: KVTransferConfig, device_type: str) -> int:
-        """Device memory that a worker's connector, configured like this, will allocate itself: the
-        arena gets so much less, unless its size is given."""
-        return 0
-
-    # ---- front end -----------------------------------------------------------------------------
-
-    @classmethod
-    def check_request(
-        cls, kv_transfer_config: KVTransferConfig, params: dict[str, Any], num_completions: int
-    ) -> None:
-        """ValueError for a request's `kv_transfer_params` that cannot be honoured.
-
-        Called before the engine sees the request; the client gets the message with a 400.
-        """
-        return
 
     # ---- worker side ---------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ Needs `speculative_config.method = "extract_hidden_states"`. The reply of a requ
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -148,8 +149,17 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
     - `allow_custom_save_path` (false): honour a request's `hidden_states_path` below the directory;
     - `storage_dtype` (`auto`): `auto` or `fp8_e4m3`.
 
-    Raises ValueError without extraction, or for settings that are unknown or of a wrong type.
+    Raises ValueError without extraction, or for settings that are unknown or of a wrong type. A
+    class that derives from it says which it knows, `class X(..., setting_names=(...))`; of one that
+    does not, any name is taken.
     """
+
+    #: None: any
+    setting_names: ClassVar[Sequence[str] | None] = _KEYS
+
+    def __init_subclass__(cls, setting_names: Sequence[str] | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.setting_names = setting_names
 
     def __init__(
         self,
@@ -159,9 +169,9 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        if type(self) is ExampleHiddenStatesConnector:  # classes derived from it add their own
+        if self.setting_names is not None:
             extra = ExtraConfig(type(self).__name__, transfer.kv_connector_extra_config)
-            extra.check_keys(_KEYS)
+            extra.check_keys(self.setting_names)
         self._storage_path = storage_path(transfer)
         self._allow_custom_path = flag(transfer, "allow_custom_save_path", False)
         self._filenames: dict[str, str] = {}

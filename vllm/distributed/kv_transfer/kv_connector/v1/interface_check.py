@@ -10,6 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.capabilities import ConnectorCapabilities
 from vllm.exceptions import VLLMValidationError
 
 
@@ -26,7 +27,7 @@ def check_interface(connector_cls: type[KVConnectorBase_V1]) -> None:
             value=name,
         )
     _check_constructor(connector_cls)
-    for method, expected in vars(KVConnectorBase_V1).items():
+    for method, expected in (vars(ConnectorCapabilities) | vars(KVConnectorBase_V1)).items():
         own = inspect.getattr_static(connector_cls, method)
         if own is expected or method.startswith("_"):
             continue

@@ -12,11 +12,8 @@ from torch import Tensor
 from vllm import decisions
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.arena_connector import ArenaConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-    StateTier,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.capabilities import StateTier
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.arrival import arrival_device_bytes
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.files import FileStore, store_identity
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.host_memory import HostMemory
