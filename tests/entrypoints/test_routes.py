@@ -126,7 +126,7 @@ async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.Monk
 async def test_unsupported_routes_say_what_to_use(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
 ) -> None:
-    for method in ("GET", "POST"):
+    for method in ("GET", "POST", "DELETE"):
         reply = await client.request(method, re.sub(r"{\w+}", "resp_1", path))
         error = reply.json()["error"]
         anthropic = path.startswith("/v1/messages")
