@@ -239,6 +239,8 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
           for name in ("sanitize_control_tokens", "messages", "self", "conversation")),
         _chat("tools", "tools", tools=[_TOOL]),
         _chat("tool choice", "tool_choice", tool_choice="required"),
+        _chat("tool choice number", "tool_choice", tool_choice=5),
+        _completion("placement number", "placement", placement=5),
         _chat("no schema", "response_format",
               response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
         _chat("schema", "response_format", "response_format: unknown type", response_format={
