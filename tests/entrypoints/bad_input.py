@@ -36,6 +36,11 @@ def _chat(name: str, param: str | None, words: str = "", status: int = 400, **bo
     return BadRequest(name, "/v1/chat/completions", data, param, words, status)
 
 
+def _response(name: str, param: str, words: str = "", **body: Any):
+    data = json.dumps({"input": "hi", **body}).encode()
+    return BadRequest(name, "/v1/responses", data, param, words)
+
+
 def _tokens(name: str, field: str, value: Any) -> BadRequest:
     data = json.dumps({"token_ids": [1, 2], "sampling_params": {field: value}}).encode()
     words = "filled in by the engine"
@@ -48,6 +53,7 @@ def _raw(name: str, data: bytes, words: str = "", **fields: Any) -> BadRequest:
 
 _DEEP = b"[" * 100_000 + b"]" * 100_000
 _IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+_BAD_OBJECT = {"type": "object", "properties": {"a": {"type": "whole"}}}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 
 
@@ -176,7 +182,7 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         _completion("grammar", "structured_outputs", structured_outputs={"grammar": "a"}),
         _completion("endless grammar", "structured_outputs",
                     structured_outputs={"grammar": 'root ::= root "a"'}),
-        _completion("structural tag", "structured_outputs",
+        _completion("structural tag", "response_format",
                     response_format={"type": "structural_tag", "format": {"type": "x"}}),
         _completion("stream_options alone", "stream_options",
                     stream_options={"include_usage": True}),
@@ -219,7 +225,13 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
               continue_final_message=True),
         _chat("chat too long", "max_tokens", "maximum context length", max_tokens=max_model_len),
         _chat("top_logprobs alone", "top_logprobs", top_logprobs=1),
-        _chat("top_logprobs too many", "logprobs", logprobs=True, top_logprobs=10**6),
+        _chat("top_logprobs too many", "top_logprobs", "top_logprobs asks", logprobs=True,
+              top_logprobs=10**6),
+        _chat("top_logprobs negative", "top_logprobs", logprobs=True, top_logprobs=-2),
+        _chat("max_completion_tokens zero", "max_completion_tokens", "max_completion_tokens must",
+              max_completion_tokens=0),
+        _chat("completion too long", "max_completion_tokens", "maximum context length",
+              max_completion_tokens=max_model_len),
         _chat("logprobs number", "logprobs", logprobs=7),
         _chat("request template", "chat_template", chat_template="{{ 1 }}"),
         _chat("template kwargs", "chat_template_kwargs", chat_template_kwargs={"tokenize": True}),
@@ -227,16 +239,23 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
           for name in ("sanitize_control_tokens", "messages", "self", "conversation")),
         _chat("tools", "tools", tools=[_TOOL]),
         _chat("tool choice", "tool_choice", tool_choice="required"),
+        _chat("tool choice number", "tool_choice", tool_choice=5),
+        _completion("placement number", "placement", placement=5),
         _chat("no schema", "response_format",
               response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
-        _chat("schema", "structured_outputs", response_format={
+        _chat("schema", "response_format", "response_format: unknown type", response_format={
               "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "whole"}}}),
-        _chat("impossible schema", "structured_outputs", "minimum greater", response_format={
+        _chat("impossible schema", "response_format", "minimum greater", response_format={
               "type": "json_schema", "json_schema": {
                   "name": "x", "schema": {"type": "integer", "minimum": 5, "maximum": 3}}}),
-        _chat("inexact schema", "structured_outputs", "uniqueItems", response_format={
+        _chat("inexact schema", "response_format", "uniqueItems", response_format={
               "type": "json_schema", "json_schema": {
                   "name": "x", "schema": {"type": "array", "uniqueItems": True}}}),
+        _chat("long schema in a format", "response_format", "schema_chars", response_format={
+              "type": "json_schema", "json_schema": {
+                  "name": "x", "schema": {"const": "x" * 70_000}}}),
+        _chat("schema of a forced tool", "tools", "tools: unknown type", tool_choice="required",
+              tools=[{"type": "function", "function": {"name": "f", "parameters": _BAD_OBJECT}}]),
         _chat("chat unknown model", "model", status=404, model="nope"),
         BadRequest("tokenize nothing", "/tokenize", b"{}", "prompt"),
         BadRequest("detokenize text", "/detokenize", b'{"tokens": ["a"]}', "tokens.0"),
@@ -246,6 +265,11 @@ def bad_requests(max_model_len: int, vocab_size: int) -> list[BadRequest]:
         BadRequest("generate nothing", "/inference/v1/generate", b"{}", "token_ids"),
         BadRequest("other API", "/v1/embeddings", b"{}", None, "/v1/chat/completions", 501),
         BadRequest("responses nothing", "/v1/responses", b"{}", "input"),
+        _response("output tokens zero", "max_output_tokens", max_output_tokens=0),
+        _response("logprobs of a response", "top_logprobs", "top_logprobs asks",
+                  top_logprobs=10**6),
+        _response("format of a response", "text.format", "text.format: unknown type",
+                  text={"format": {"type": "json_schema", "name": "x", "schema": _BAD_OBJECT}}),
         BadRequest("responses stored", "/v1/responses",
                    b'{"input": "hi", "previous_response_id": "x"}', "previous_response_id"),
         BadRequest("no route", "/v1/nothing", b"{}", status=404),
@@ -274,5 +298,8 @@ ENGINE_CHECKS = frozenset(
         "schema",
         "impossible schema",
         "inexact schema",
+        "schema of a forced tool",
+        "logprobs of a response",
+        "format of a response",
     }
 )

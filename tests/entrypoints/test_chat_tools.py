@@ -281,6 +281,24 @@ async def test_a_call_cut_by_the_limit_is_content(
             assert (found.message.content or "").count("weather") == 0
 
 
+@pytest.mark.parametrize(("parser", "script", "choice"), CUT_CALLS)
+async def test_a_stop_string_within_a_call_is_the_reason_of_the_end(
+    make_api: MakeApi, engine: ScriptedEngine, parser: str, script: str, choice: Any
+) -> None:
+    """Streamed or not, wherever it cuts: `tool_calls` is the reason of a reply with whole calls."""
+    api = make_api(**auto(parser))
+    engine.piece = 7
+    reasons = set()
+    for end in range(len(script), 0, -5):
+        engine.script = script[:end]
+        whole = await ask(api, tools=TOOLS, tool_choice=choice)
+        streamed = await ask_streaming(api, tools=TOOLS, tool_choice=choice)
+        expected = "tool_calls" if whole.message.tool_calls else "stop"
+        assert whole.finish_reason == streamed.finish_reason == expected, script[:end]
+        reasons.add(expected)
+    assert reasons == {"stop", "tool_calls"}
+
+
 async def test_a_stream_has_sent_the_call_that_is_cut(
     make_api: MakeApi, engine: ScriptedEngine
 ) -> None:

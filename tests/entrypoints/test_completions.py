@@ -386,7 +386,7 @@ async def test_prompt_embeddings_are_refused_by_name(client: httpx.AsyncClient) 
 
 
 async def test_unknown_keys_are_ignored(client: httpx.AsyncClient) -> None:
-    reply = await complete(client, prompt="hi", best_of=3, no_such_field={"a": 1})
+    reply = await complete(client, prompt="hi", no_such_field={"a": 1})
     assert reply["choices"][0]["text"] == SENTENCE[:14]
 
 

@@ -80,6 +80,20 @@ async def test_tokenize_conversation(client: httpx.AsyncClient) -> None:
     assert text == {"prompt": "<|im_start|>user\nhi<|im_end|>\n[1 tools]"}
 
 
+async def test_remote_tokenizers_find_special_tokens_where_a_tokenizer_config_has_them(
+    make_client: MakeClient, engine: FakeAsyncLLM
+) -> None:
+    """lm-eval with `tokenizer_backend=remote` scores texts without context behind `eos_token`."""
+    assert engine.tokenizer is not None
+    client = make_client(enable_tokenizer_info_endpoint=True)
+    info = (await client.get("/tokenizer_info")).json()
+    special = engine.tokenizer.special_tokens_map
+    assert special["eos_token"] and {key: info[key] for key in special} == special
+    asked = {"prompt": info["eos_token"], "add_special_tokens": False}
+    found = (await client.post("/tokenize", json=asked)).json()["tokens"]
+    assert found == [engine.tokenizer.eos_token_id]
+
+
 async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_client()
     assert (await client.get("/server_info")).status_code == 404
@@ -112,7 +126,7 @@ async def test_optional_routes(make_client: MakeClient, monkeypatch: pytest.Monk
 async def test_unsupported_routes_say_what_to_use(
     client: httpx.AsyncClient, engine: FakeAsyncLLM, path: str
 ) -> None:
-    for method in ("GET", "POST"):
+    for method in ("GET", "POST", "DELETE"):
         reply = await client.request(method, re.sub(r"{\w+}", "resp_1", path))
         error = reply.json()["error"]
         anthropic = path.startswith("/v1/messages")

@@ -86,6 +86,10 @@ class ReplyBuilder:
         self._ids: dict[int, str | None] = {}
         self._known_ids: set[str] = set()
         self._arguments: dict[int, str] = {}
+        #: all arguments of the current call
+        self._pieces: list[str] = []
+        #: calls whose arguments the end of the reply cuts, although their beginning was taken
+        self._num_cut = 0
         #: the text of the call being read, as the model wrote it
         self._written: list[str] = []
         self._open = False
@@ -121,12 +125,14 @@ class ReplyBuilder:
         self._ids[self.num_calls] = call_id
         self._known_ids |= {call_id} if call_id is not None else set()
         self._arguments[self.num_calls] = ""
+        self._pieces = []
         self.num_calls += 1
 
     def add_arguments(self, piece: str) -> None:
         """Extend the arguments of the current call."""
         index = self.num_calls - 1
         self._arguments[index] = self._arguments.get(index, "") + piece
+        self._pieces.append(piece)
 
     def end_call(self) -> None:
         """The arguments of the current call are complete."""
@@ -135,16 +141,25 @@ class ReplyBuilder:
     def drop_cut_call(self, unread: str) -> None:
         """Make the last call content again if the reply ends within its arguments.
 
-        A call whose beginning was taken before stays. `unread`: text of it not passed to `wrote`.
+        A call whose beginning was taken before stays, but is not whole. `unread`: text of it not
+        passed to `wrote`.
         """
         index = self.num_calls - 1
-        if not self._open or index not in self._names or _is_json(self._arguments[index]):
+        if not self._open or _is_json("".join(self._pieces)):
             return
         if index and not self.parallel:
+            return
+        if index not in self._names:
+            self._num_cut = 1
             return
         del self._names[index], self._ids[index], self._arguments[index]
         self.num_calls, self._open = index, False
         self.say("".join(self._written) + unread)
+
+    @property
+    def has_whole_call(self) -> bool:
+        """Whether there is a call that the reply's end does not cut."""
+        return self.num_calls > self._num_cut
 
     def end(self) -> None:
         """Nothing follows: whitespace kept back is content if there was no call."""

@@ -139,8 +139,6 @@ class ReplySplitter:
         self._space = reasoning.most_space if reasoning is not None and is_constrained else 0
         self._tool = tool
         self._include_reasoning = include_reasoning
-        #: whether a call was reported
-        self.called = False
 
     def feed(self, text: str, finished: bool) -> ReplyDelta:
         """The next piece; `finished` with the last one."""
@@ -156,7 +154,6 @@ class ReplySplitter:
         found = ToolDelta(content)
         if self._tool is not None and (content or finished):
             found = self._tool.end(content) if finished else self._tool.feed(content)
-            self.called = self.called or bool(found.calls)
         shown = reasoning if self._include_reasoning else ""
         return ReplyDelta(shown, found.content, found.calls, found.tail)
 
@@ -167,8 +164,9 @@ class ReplySplitter:
         return content[dropped:]
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason to report: a reply with calls that ended by itself ended for them."""
-        return "tool_calls" if self.called and reason == "stop" else reason
+        """The reason to report: a reply with whole calls that ended by itself ended for them."""
+        called = self._tool is not None and self._tool.reply.has_whole_call
+        return "tool_calls" if called and reason == "stop" else reason
 
 
 def make_splitter(

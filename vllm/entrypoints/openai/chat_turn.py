@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.entrypoints.openai.chat_reply import ReplyDelta
 from vllm.entrypoints.openai.errors import APIError
-from vllm.entrypoints.openai.protocol.base import refuse
+from vllm.entrypoints.openai.protocol.base import refuse, renamed
 from vllm.entrypoints.openai.protocol.chat import ChatCompletionRequest
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.serving_chat import PlannedChat, ServingChat
@@ -45,6 +45,7 @@ class ReplyPiece:
 class ChatTurn:
     """A planned reply with one choice; the chat route's own plan, parsers and engine calls.
 
+    `parameters`: fields of the chat API -> the route's names of them, in errors.
     `num_tokens`: of the pieces so far; `num_cached`: of the prompt, found in the prefix cache;
     `num_drafts`: draft tokens that were accepted and rejected, of a finished reply that had any.
     """
@@ -54,6 +55,7 @@ class ChatTurn:
     context: RequestContext
     model: str
     planned: PlannedChat
+    parameters: Mapping[str, str]
     num_tokens: int = 0
     num_cached: int = 0
     num_drafts: tuple[int, int] | None = None
@@ -76,7 +78,7 @@ class ChatTurn:
             raise renamed(error, parameters) from None
         base_id = planned.request_id.partition("-")[2]
         planned = replace(planned, request_id=f"{id_prefix}_{base_id}")
-        return cls(chat, request, context, model, planned)
+        return cls(chat, request, context, model, planned, parameters)
 
     @property
     def id(self) -> str:
@@ -116,6 +118,8 @@ class ChatTurn:
                     self.num_drafts = completion.num_drafts
                     entries = logprobs["content"] if logprobs else []
                     yield ReplyPiece(delta, reason, completion.stop_reason, entries)
+        except VLLMValidationError as error:
+            raise renamed(error, self.parameters) from None
         finally:
             await source.aclose()
 
@@ -184,14 +188,6 @@ def joined_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             rest.append(message)
     head = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
     return head + rest
-
-
-def renamed(error: VLLMValidationError, parameters: Mapping[str, str]) -> VLLMValidationError:
-    """`error` naming the field that this route's clients know."""
-    parameter = error.parameter
-    if parameter is not None:
-        parameter = parameters.get(parameter, parameter)
-    return VLLMValidationError(error.message, parameter, error.value)
 
 
 def _aborted(request_id: str) -> APIError:

@@ -85,8 +85,12 @@ class ErrorResponse(Response):
 
 
 def _location(detail: Any) -> str:
-    """The dotted path of a field, without the branches of unions (`list[...]`), which are ours."""
-    return ".".join(str(part) for part in detail["loc"] if "[" not in str(part))
+    """The dotted path of a field, without the branches of unions (`str`, `list[...]`), which are
+    ours."""
+    parts = [str(part) for part in detail["loc"] if "[" not in str(part)]
+    if detail["type"] == "string_type" and parts[-1:] == ["str"]:
+        parts.pop()
+    return ".".join(parts)
 
 
 def _describe_validation(details: Sequence[Any]) -> APIError:

@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.chat_reply import (
     make_splitter,
 )
 from vllm.entrypoints.openai.chat_stream import ChatStream
-from vllm.entrypoints.openai.protocol.base import refuse
+from vllm.entrypoints.openai.protocol.base import refuse, renamed
 from vllm.entrypoints.openai.protocol.chat import (
     ChatChoice,
     ChatCompletionRequest,
@@ -39,6 +39,7 @@ from vllm.entrypoints.openai.serving_engine import (
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.openai.streaming import EventSource
 from vllm.entrypoints.openai.tool_choice import ToolChoice, only_allowed, resolve_tool_choice
+from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import ReasoningBudget, StructuredOutputsParams
@@ -157,6 +158,14 @@ class ServingChat(OpenAIServing):
         `most_tokens`: of a reply to a request without `max_tokens`, as far as there is room; None
         for all that there is.
         """
+        try:
+            return await self._plan(request, base_id, most_tokens)
+        except VLLMValidationError as error:
+            raise renamed(error, request.field_names()) from None
+
+    async def _plan(
+        self, request: ChatCompletionRequest, base_id: str, most_tokens: int | None
+    ) -> PlannedChat:
         request.check_supported()
         self.limits.check_sequences(1, request.num_choices)
         self.limits.check_sampling(request)

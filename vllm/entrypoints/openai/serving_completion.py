@@ -127,7 +127,8 @@ class ServingCompletion(OpenAIServing):
             placement=self.models.placement(request.model, request.placement),
             detokenize=self.renderer.tokenizer is not None,
         )
-        self.limits.check_constraint("structured_outputs", params.structured_outputs)
+        field = request.field_names().get("structured_outputs", "structured_outputs")
+        self.limits.check_constraint(field, params.structured_outputs)
         return params
 
     async def _echoes(self, request: CompletionRequest, planned: list[Planned]) -> list[Echo]:

@@ -13,6 +13,7 @@ from vllm.entrypoints.openai.protocol.base import (
     CompletionTokensDetails,
     PromptTokensDetails,
     UsageInfo,
+    renamed,
 )
 from vllm.entrypoints.openai.protocol.sampling import GenerationRequest
 from vllm.entrypoints.openai.protocol.token_generate import RenderResponse
@@ -21,6 +22,7 @@ from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.entrypoints.openai.served_beams import ServedBeams
 from vllm.entrypoints.openai.serving_models import ServingModels
 from vllm.entrypoints.utils import merge, safe_id
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.logger import init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -201,6 +203,8 @@ class OpenAIServing:
                         raise EngineGenerateError(f"request {planned.request_id} failed")
                 self.options.log.produced(planned.request_id, output)
                 yield index, output
+        except VLLMValidationError as error:
+            raise renamed(error, request.field_names()) from None
         except (EngineDeadError, EngineGenerateError) as error:
             logger.error("request %s failed: %s", planned.request_id, error)
             raise

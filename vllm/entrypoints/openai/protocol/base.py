@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types shared by every request body."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn
 
 import msgspec
@@ -55,6 +56,18 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_can_travel)]
 def refuse(parameter: str, message: str) -> NoReturn:
     """Raise the 400 error that names `parameter`."""
     raise VLLMValidationError(message, parameter=parameter)
+
+
+def renamed(error: VLLMValidationError, names: Mapping[str, str]) -> VLLMValidationError:
+    """`error` naming the field that this route's clients know; `names`: those of other routes, or
+    of the engine -> the client's."""
+    name = error.parameter
+    if name is None or name not in names:
+        return error
+    message = error.message
+    if message.startswith((f"{name} ", f"{name}:")):
+        message = names[name] + message.removeprefix(name)
+    return VLLMValidationError(message, names[name], error.value)
 
 
 class RequestModel(BaseModel):

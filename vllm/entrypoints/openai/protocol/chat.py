@@ -74,6 +74,12 @@ class ChatCompletionRequest(ConversationFields, GenerationRequest):
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    def field_names(self) -> dict[str, str]:
+        names = {**super().field_names(), "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
     def check_supported(self) -> None:
         super().check_supported()
         self.check_conversation()

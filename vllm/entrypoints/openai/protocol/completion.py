@@ -56,6 +56,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = False
     add_special_tokens: bool | None = True
     suffix: str | None = None
+    best_of: Integer | None = None
 
     def check_supported(self) -> None:
         super().check_supported()
@@ -63,6 +64,8 @@ class CompletionRequest(GenerationRequest):
             refuse("cache_checkpoints", "a plain prompt has no messages; send token offsets")
         if self.suffix:
             refuse("suffix", "suffix is not supported; put the whole text in `prompt`")
+        if (self.best_of or 0) > self.num_choices:
+            refuse("best_of", "best_of is not supported; ask for `n` with logprobs and choose")
         if self.max_tokens == 0 and not self.echo:
             refuse("max_tokens", "max_tokens must be at least 1 unless echo is true")
 

@@ -159,6 +159,14 @@ class GenerationRequest(RequestModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
+    def field_names(self) -> dict[str, str]:
+        """The engine's parameters -> the fields that they were given in, where these differ."""
+        if self.structured_outputs:
+            return {}
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            return {"structured_outputs": "response_format"}
+        return {"structured_outputs": "tools"}
+
     def check_names(self) -> None:
         """Raise `VLLMValidationError` for a field that has another name now."""
         for name, value in (self.model_extra or {}).items():

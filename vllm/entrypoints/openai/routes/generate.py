@@ -108,12 +108,13 @@ async def detokenize(request: Request) -> Response:
 
 @info_router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """Class, size, special tokens and chat template of the tokenizer."""
+    """Class, size and chat template of the tokenizer, and its special tokens under the keys that
+    they have in `tokenizer_config.json`, where remote tokenizers look for them."""
     renderer = server_of(request).renderer
     tokenizer = renderer.require_tokenizer("tokenizer")
     return {
+        **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "tokenizer_class": type(tokenizer).__name__,
         "vocab_size": len(tokenizer),
-        "special_tokens": {k: str(v) for k, v in tokenizer.special_tokens_map.items()},
         "chat_template": renderer.options.chat_template or tokenizer.chat_template,
     }

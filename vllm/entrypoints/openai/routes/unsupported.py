@@ -90,7 +90,10 @@ def refusing_router(paths: dict[str, str]) -> APIRouter:
     refusing = APIRouter()
     for path, instead in paths.items():
         refusing.add_api_route(
-            path, _refusal(path, instead), methods=["GET", "POST"], include_in_schema=False
+            path,
+            _refusal(path, instead),
+            methods=["GET", "POST", "DELETE"],
+            include_in_schema=False,
         )
     return refusing
 
