@@ -271,6 +271,7 @@ def test_a_directory_that_is_none(
     refusal: Refusal, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "has no extraction.json" in refusal(tmp_path)
+    assert "is no directory" in refusal(tmp_path / "absent")
     assert main(["bench", "acceptance", "--model", str(target)]) == 1
     assert "--drafter must be given" in capsys.readouterr().err
 

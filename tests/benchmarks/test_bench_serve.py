@@ -155,6 +155,10 @@ def test_busy_clients_are_no_result_of_the_server(
     assert "NOT A RESULT OF THE SERVER: a client process was busy" in capsys.readouterr().out
     assert json.loads(path.read_text())["client_limited"] is True
     assert served.bench(*SMALL, "--fail-on-busy-client") == 3
+    capsys.readouterr()
+    assert served.bench(*SMALL, "--port", str(free_port()), "--model", "m") == 1
+    shown = capsys.readouterr().out
+    assert "failed: " in shown and "NOT A RESULT" not in shown, "of no server at all"
 
 
 def test_a_proxy_of_the_environment_is_not_used(

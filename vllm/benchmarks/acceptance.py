@@ -220,6 +220,8 @@ class HiddenStateDataset:
                 "vllm bench acceptance needs the datasets library: pip install datasets"
             ) from None
         settings = path / "extraction.json"
+        if not path.is_dir():
+            raise VLLMValidationError(f"--dataset {path} is no directory", "dataset")
         if not settings.is_file():
             raise VLLMValidationError(
                 f"--dataset {path} has no extraction.json: make it with "

@@ -244,7 +244,8 @@ def _report(
         result["ramp_up_start_rps"] = args.ramp_up_start_rps
         result["ramp_up_end_rps"] = args.ramp_up_end_rps
     print(results.table(result, summary, args.shown_metrics()), flush=True)
-    if result["client_limited"]:
+    # Clients whose requests all fail at once are busy with nothing else.
+    if result["client_limited"] and result["completed"]:
         print(limited_warning(load.clients))
     errors = Counter(o.error for o in outcomes if o.error is not None)
     for error, count in errors.most_common(_SHOWN_ERRORS):
