@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from tests.docs.commands import ROOT
-from vllm.model_executor.models import decoder, hybrid, llama, utils
+from vllm.model_executor.models import causal_lm, decoder, hybrid, llama, utils
 
 TEXT = (ROOT / "docs" / "adding_a_model.md").read_text()
 #: where paths of the text begin
@@ -27,7 +27,7 @@ def test_its_files_exist() -> None:
 @pytest.mark.parametrize(
     ("names", "modules"),
     [
-        (re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE), (decoder, hybrid, llama)),
+        (re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE), (causal_lm, decoder, hybrid, llama)),
         (["rotary", "gated_mlp", "head_dim", "sliding_window", "extract_layer_index"], (utils,)),
         (["serves_only"], (utils,)),
     ],

@@ -35,7 +35,7 @@ from vllm.compilation.graph_safety.walker import Finding
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.current import with_own_layers
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.testing.graph_safety import assert_replays
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.warm_up import warm_up

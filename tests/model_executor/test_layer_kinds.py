@@ -18,7 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layer_kinds import repeated_layers
 from vllm.model_executor.layers.moe import has_mixtures
 from vllm.model_executor.model_loader.base import initialize_model, set_default_torch_dtype
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

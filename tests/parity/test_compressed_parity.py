@@ -45,7 +45,8 @@ from vllm.model_executor.layers.compressed_attention import (
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 
 pytestmark = [

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.attention_layer_base import KeepsJournal
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.recurrent_mixer import RecurrentMixer
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.interfaces import IsHybrid
 from vllm.v1.attention.backends.gdn_attn import PrefillBatch
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum

@@ -15,7 +15,8 @@ from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.engine.resolve import resolve
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.utils import gated_mlp
 from vllm.v1.attention.backend import (
     AttentionBackend,

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.fp8_config import (
 )
 from vllm.model_executor.layers.quantization.fp8_rows import Fp8RowsMethod
 from vllm.model_executor.layers.quantization.unquantized import UnquantizedLinearMethod
-from vllm.model_executor.models.decoder import CausalLM
+from vllm.model_executor.models.causal_lm import CausalLM
 from vllm.model_executor.models.deepseek_v3 import DeepseekV3ForCausalLM
 from vllm.model_executor.models.kimi_linear import KimiLinearForCausalLM
 from vllm.model_executor.models.nemotron_h import NemotronHForCausalLM

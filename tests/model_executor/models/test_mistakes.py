@@ -22,7 +22,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.self_attention import SelfAttention
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.llama import attention_shape
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim, rotary
 from vllm.model_executor.models.weights import WeightsError

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from tests.tiny_models import tiny_model
 from vllm import LLM
 from vllm.model_executor.layers.moe import mixtures_of
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 from vllm.v1.worker import warm_up

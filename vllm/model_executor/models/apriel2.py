@@ -24,7 +24,8 @@ from vllm.model_executor.models.apriel2_mixers import (
     only_silu,
     unsupported,
 )
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.interfaces import HasPlacements
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.weights import Weights, WeightsError, WeightsMapper

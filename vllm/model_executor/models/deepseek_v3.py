@@ -21,7 +21,8 @@ from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.utils import (
     extract_layer_index,
     gated_mlp,

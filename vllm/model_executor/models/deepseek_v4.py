@@ -29,7 +29,8 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.quantization.mxfp4 import without_packing
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.models.decoder import CapturedCausalLM, DecoderModel, Hidden
+from vllm.model_executor.models.causal_lm import CapturedCausalLM
+from vllm.model_executor.models.decoder import DecoderModel, Hidden
 from vllm.model_executor.models.utils import LayerFactory, extract_layer_index
 from vllm.model_executor.models.weights import WeightsMapper
 from vllm.sequence import IntermediateTensors

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget, DraftVocabulary
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import sliding_window

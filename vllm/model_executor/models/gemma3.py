@@ -22,7 +22,8 @@ from vllm.model_executor.layers.mlp import GatedMLP
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, DecoderModel
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer, DecoderModel
 from vllm.model_executor.models.utils import (
     LayerFactory,
     extract_layer_index,

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import METHOD as MXFP4
 from vllm.model_executor.layers.quantization.mxfp4 import dequantised, record_dequantised
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama, mixtral
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.interfaces import Dequantises
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, sliding_window

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderModel
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderModel
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 

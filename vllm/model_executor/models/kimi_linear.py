@@ -15,7 +15,8 @@ from vllm.model_executor.layers.latent_attention import MultiHeadLatentAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.deepseek_v3 import latent_attention_shape, mixture_shape
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, serves_only

@@ -10,7 +10,8 @@ from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, FeedForward
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer, FeedForward
 from vllm.model_executor.models.utils import gated_mlp, head_dim, rotary
 
 

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.llama import AttentionDecoderLayer, plain_shape
 
 

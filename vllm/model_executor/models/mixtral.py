@@ -8,7 +8,7 @@ from vllm.kernels.moe import RoutingRule
 from vllm.model_executor.layers.mixture_shape import MixtureShape
 from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.layers.router import Router
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.mistral import attention_shape
 from vllm.model_executor.models.weights import WeightsMapper

@@ -27,7 +27,8 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.quantization.base import QuantizationConfig
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import qwen3_5
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, head_dim, rotary
 from vllm.model_executor.models.weights import WeightsMapper

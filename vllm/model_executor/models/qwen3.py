@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index, sliding_window
 

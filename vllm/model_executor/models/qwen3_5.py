@@ -13,7 +13,8 @@ from vllm.model_executor.layers.gated_delta_net import GatedDeltaNet, GatedDelta
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.self_attention import SelfAttention, SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM, DecoderLayer, FeedForward
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
+from vllm.model_executor.models.decoder import DecoderLayer, FeedForward
 from vllm.model_executor.models.hybrid import HybridForCausalLM, only_silu
 from vllm.model_executor.models.utils import extract_layer_index, gated_mlp, rotary
 from vllm.model_executor.models.weights import WeightsMapper

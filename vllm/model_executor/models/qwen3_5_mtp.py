@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget
 from vllm.model_executor.models.draft_logits import DraftLogits
 from vllm.model_executor.models.qwen3_5 import Qwen3_5DecoderLayer

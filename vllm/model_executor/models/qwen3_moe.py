@@ -13,7 +13,7 @@ from vllm.model_executor.layers.moe import Experts, MixtureOfExperts
 from vllm.model_executor.layers.router import Router
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
 from vllm.model_executor.models import llama
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.model_executor.models.llama import AttentionDecoderLayer
 from vllm.model_executor.models.utils import extract_layer_index
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm.kernels.rotary import RotaryProblem
 from vllm.model_executor.layers import attention
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.decoder import DecoderForCausalLM
+from vllm.model_executor.models.causal_lm import DecoderForCausalLM
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import paged
