@@ -145,7 +145,8 @@ def test_layouts_of_devices(dense: str, capsys: pytest.CaptureFixture[str]) -> N
     assert "Layouts of 4 devices, requests of 12 tokens" in shown
     for name in ("dp4", "tp2dp2", "pp2dp2", "tp2pp2"):
         assert re.search(rf"^  {name} +[124] +[124] +[124] +yes ", shown, re.MULTILINE)
-    assert "  tp4: not possible: 2 attention heads cannot be divided among 4" in shown
+    refused = "model.layers.0: 2 attention heads cannot be divided among 4"
+    assert f"  tp4: not possible: {refused}" in shown
     assert "  pp4: not possible: --pipeline-parallel-size 4: the model has 2 layers" in shown
     assert "--max-num-seqs 8 bounds full batches" in shown
     assert re.search("^Best for latency: .*-dp", shown, re.MULTILINE)
