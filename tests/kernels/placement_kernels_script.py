@@ -36,7 +36,7 @@ with set_current_vllm_config(config):
         with noted_launches() as noted, without_communication():
             warm_up.bind_small_arena(runner)
             warm_up._rehearse(runner, decode_known_tokens=True)
-        is_new = warm_up.is_new(runner)
+        is_new = warm_up.note_placement(runner)
         runner.release_kv_cache()
         kernels = sorted((one.kernel, one.specialization) for one in noted)
         found.append({"new": is_new, "kernels": kernels})

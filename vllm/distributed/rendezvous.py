@@ -34,8 +34,7 @@ def listen(host: str, port: int, parameter: str = "master_addr") -> socket.socke
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise VLLMValidationError(
-            f"{flag} {host} is no address, and no name that this host knows one of "
-            f"({_reason(error)}); give an address of the first host, which is this one",
+            f"{flag} {_unknown(host, error)}; give an address of the first host, which is this one",
             parameter,
             host,
         ) from None
@@ -70,6 +69,10 @@ def _why_not(error: OSError, flag: str, host: str, port: int) -> str:
     return f"the first host cannot listen at {host}:{port}: {_reason(error)}{instead}"
 
 
+def _unknown(host: str, error: OSError | UnicodeError) -> str:
+    return f"{host} is no address, and no name that this host knows one of ({_reason(error)})"
+
+
 def _reason(error: OSError | UnicodeError) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
@@ -84,9 +87,8 @@ def connect(host: str, port: int, timeout_s: float, whom: str) -> socket.socket:
         try:
             return socket.create_connection((host, port), timeout_s)
         except (OSError, UnicodeError) as error:
-            why = _reason(error)
-            if isinstance(error, socket.gaierror | UnicodeError):
-                why = f"{host} is no address, and no name that this host knows one of ({why})"
+            is_unknown = isinstance(error, socket.gaierror | UnicodeError)
+            why = _unknown(host, error) if is_unknown else _reason(error)
             if time.monotonic() > deadline:
                 raise StartTimeoutError(
                     f"{whom} does not answer in {timeout_s:g} s "

@@ -262,7 +262,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     """The time is that of a machine that hangs."""
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "something is held for ever"
+        assert time.monotonic() < deadline, "it never happens"
         time.sleep(0.001)
 
 

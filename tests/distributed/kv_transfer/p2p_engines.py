@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
+from tests.distributed.kv_transfer.fault_runs import wait_until
 from tests.distributed.kv_transfer.offload_engines import worker_connector_of
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
 
@@ -47,7 +47,4 @@ def hand_on(llm: LLM, prompt: Sequence[int], max_tokens: int = 12) -> dict[str, 
 def await_release(producer: LLM) -> None:
     """A consumer says that it needs a copy no more by a thread that no request waits for."""
     sender = worker_connector_of(producer)._sender
-    deadline = time.monotonic() + 60
-    while sender._held or sender._staging.used_bytes:
-        assert time.monotonic() < deadline, "the producer does not hear that it may forget it"
-        time.sleep(0.001)
+    wait_until(lambda: not sender._held and not sender._staging.used_bytes)

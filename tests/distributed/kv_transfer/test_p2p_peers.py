@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.kv_transfer.fault_runs import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p import receiving
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.copies import BlockCopies, segment_bytes
 from vllm.distributed.kv_transfer.kv_connector.v1.p2p.lanes import Lanes
@@ -46,14 +47,6 @@ from vllm.v1.kv_cache_interface import ArenaPlan
 
 BLOCKS = 4
 PLACES: Places = [[Place(nth, 1 + nth) for nth in range(BLOCKS)]]
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """The time is that of a machine that hangs."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happens"
-        time.sleep(0.001)
 
 
 @pytest.fixture(scope="module")

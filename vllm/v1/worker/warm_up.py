@@ -169,16 +169,15 @@ def capture_until(graphs: StepGraphs, deadline_s: float | None) -> None:
 
 def rehearse_if_new(runner: ModelRunner) -> None:
     """Run every kernel of the placement in use once, unless earlier ones had them all."""
-    if is_new(runner):
+    if note_placement(runner):
         _rehearse(runner, decode_known_tokens=False)
     elif runner.journals is not None:
         # What writes several layers' states together may go by their number.
         runner.journals.rehearse()
 
 
-def is_new(runner: ModelRunner) -> bool:
-    """Whether the placement in use has kernels that none before it had; from here on it is one of
-    those before."""
+def note_placement(runner: ModelRunner) -> bool:
+    """Remember the placement in use; whether it has kernels that none before it had."""
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
     model = runner.model
     mixers = model.get_used_mixers() if isinstance(model, HasPlacements) else {}
