@@ -15,7 +15,20 @@ namespace vllm_cuda {
 
 namespace kda_prefill {
 
-template <int GROUPS>
+// Where a lane of the scan reads and writes, in bytes: values, what tokens have, the output.
+struct Offsets {
+  uint32_t value, token, out;
+  __device__ Offsets(int warp, int lane)
+      : value(lane % 16 * ROW_BYTES + ((2 * (warp % 4) + lane / 16 ^ lane % 8) << 4)),
+        token(lane % 4 * sizeof(float2)),
+        out((lane / 16 * 8 + lane % 8) * OUT_ROW_BYTES + ((lane / 8 ^ lane / 4) % 2 << 4)) {
+    // The compiler does not make them again for every chunk.
+    asm volatile("" : "+r"(value), "+r"(token), "+r"(out));
+  }
+};
+
+// `HANDED`: helpers make the factors.
+template <int GROUPS, bool HANDED>
 struct Scan {
   const Maps& maps;
   const KdaPrefillArgs& args;
@@ -24,22 +37,21 @@ struct Scan {
   // The compiler sees that all lanes have the same number.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), group = GROUPS > 1 ? warp / 4 : 0;
   const int lane = threadIdx.x % 32;
+  const Offsets offsets{warp, lane};
   // Results of products; their rows are dv.
   float S[64];                          // [dv, dk], the state
   float fresh[CHUNK / 2];               // W
   float o[CHUNK / 2], seen[CHUNK / 2];  // output and K S
   Turn turn{0};
+  uint32_t flags;  // of the chunk's decays: `Scales::flags`
 
   // What the state lacks: values less what it holds for the keys, in units of the keys' lengths.
   struct Values {
     uint32_t of[4][2];  // by eight tokens and rows; two neighbouring tokens each
-    __device__ Values(const char* v, int warp) {
-      const int lane = threadIdx.x % 32, row = lane % 16;
+    __device__ Values(const char* v, uint32_t offset) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const uint32_t at = shared_address(v) + (PART * i + row) * ROW_BYTES +
-                            ((2 * (warp % 4) + lane / 16 ^ row % 8) << 4);
-        const Tile x = load_transposed(at);
+        const Tile x = load_transposed(shared_address(v) + offset + i * PART_BYTES);
         of[2 * i][0] = x.r[0], of[2 * i + 1][0] = x.r[1];
         of[2 * i][1] = x.r[2], of[2 * i + 1][1] = x.r[3];
       }
@@ -57,11 +69,10 @@ struct Scan {
   // What the lane's tokens have, two neighbouring ones at a time.
   struct OfTokens {
     float2 of[4];
-    __device__ OfTokens(const float (&all)[CHUNK], int lane) {
+    __device__ OfTokens(const float (&all)[CHUNK], uint32_t offset) {
+      const char* const from = reinterpret_cast<const char*>(all) + offset;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        of[i] = *reinterpret_cast<const float2*>(all + 8 * i + 2 * (lane % 4));
-      }
+      for (int i = 0; i < 4; ++i) of[i] = *reinterpret_cast<const float2*>(from + 32 * i);
     }
   };
   __device__ void lack(const Values& v, const OfTokens& lengths) {
@@ -168,11 +179,11 @@ struct Scan {
     chunk_scan::pack(packed, o);
     if (lane == 0) wait_for_stores();
     __syncwarp();
-    const int row = lane / 16 * 8 + lane % 8;
+    char* const to = shared.out[warp] + offsets.out;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      store_transposed(out_unit(PART * i + row, lane / 8 % 2), packed[i][0], packed[i][1],
-                       packed[i][2], packed[i][3]);
+      store_transposed(to + i * PART * OUT_ROW_BYTES, packed[i][0], packed[i][1], packed[i][2],
+                       packed[i][3]);
     }
   }
   __device__ int out_column() const { return place.part * HALF + warp * PART; }
@@ -210,18 +221,18 @@ struct Scan {
       chunk_scan::pack(rounded, S);
       queue_state_products(rounded, own);
       if (chunk > 0) write(chunk - 1);
-      Values v(own.v[group], warp);
+      Values v(own.v[group], offsets.value);
       if (last) v.clear_from(place.length - chunk * CHUNK);
       products_wait<0>(seen);
       if (group == 0 || !last) pass_turn();
-      lack(v, OfTokens(shared.scales[turn.stage].k_norm, lane));
+      lack(v, OfTokens(shared.scales[turn.stage].k_norm, offsets.token));
     }
     uint32_t operand[2][4];
     chunk_scan::pack(operand, seen);
     queue_fresh(operand, own);
     const Scales& scales = shared.scales[turn.stage];
-    if (scales.when[0] & BETWEEN) decay<0>(Decays(scales.between, 0, lane));
-    if (scales.when[1] & BETWEEN) decay<1>(Decays(scales.between, 1, lane));
+    if (flags & BETWEEN) decay<0>(Decays(scales.between, 0, lane));
+    if (flags & BETWEEN << 8) decay<1>(Decays(scales.between, 1, lane));
     products_wait<0>(fresh);
     chunk_scan::pack(operand, fresh);
     queue_update(operand, own);
@@ -230,21 +241,21 @@ struct Scan {
     turn.advance(1);
     const Scales& next = shared.scales[turn.stage];
     if (!last) wait_parity(&shared.made[turn.stage], turn.phase);
-    // Between the products of two chunks, at once. Either factor is one, a power of two, or
-    // multiplies where no state is ever stored (`Reference`), so bits do not depend on that. After
-    // the last chunk `next` is one that was used before it.
-    const bool passes = ((scales.when[0] | scales.when[1]) & AFTER) ||
-                        (!last && ((next.when[0] | next.when[1]) & BEFORE));
+    // Between the products of two chunks, at once. After even ones it nearly always decays
+    // (`Reference`): that need not wait for the flags.
     Decays first, second;
+    const bool known = chunk % 2 == 0 || flags & EITHER * AFTER;
+    if (!last) flags = next.flags();
+    const bool passes = !last && (known || flags & (HANDED ? EITHER * BEFORE : JOINED));
     if (passes) {
-      first = Decays(scales.after, 0, lane);
-      second = Decays(scales.after, 1, lane);
-      if (!last) {
-        first.multiply(Decays(next.before, 0, lane));
-        second.multiply(Decays(next.before, 1, lane));
+      first = Decays(next.before, 0, lane);
+      second = Decays(next.before, 1, lane);
+      if (HANDED) {
+        first.multiply(Decays(scales.after, 0, lane));
+        second.multiply(Decays(scales.after, 1, lane));
       }
     }
-    const OfTokens of_queries(scales.q_scale, lane);
+    const OfTokens of_queries(scales.q_scale, offsets.token);
     products_wait<0>(S);
     products_wait<0>(o);
     __syncwarp();
@@ -260,15 +271,22 @@ struct Scan {
   __device__ void run() {
     const Scales& first = shared.scales[0];
     wait_parity(&shared.made[0], 0);
-    if (first.when[0] & BEFORE) decay<0>(Decays(first.before, 0, lane));
-    if (first.when[1] & BEFORE) decay<1>(Decays(first.before, 1, lane));
+    flags = first.flags();
+    if (flags & EITHER * BEFORE) {
+      decay<0>(Decays(first.before, 0, lane));
+      decay<1>(Decays(first.before, 1, lane));
+    }
     if (GROUPS > 1 && group == 1) pass_turn();
     for (int chunk = 0; chunk < place.chunks; ++chunk) step(chunk);
+    const Scales& last = shared.scales[(place.chunks - 1) % STAGES];
+    if (flags & EITHER * AFTER) {
+      decay<0>(Decays(last.after, 0, lane));
+      decay<1>(Decays(last.after, 1, lane));
+    }
     write_last();
   }
 };
 
-// `HANDED`: helpers make the factors.
 template <int GROUPS, bool HANDED>
 constexpr int THREADS = GROUPS * WARPGROUP + (HANDED ? 32 : TEAMS * TEAM_THREADS);
 
@@ -281,6 +299,10 @@ __global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
   Place place;
   if (!find_place<GROUPS>(args, place)) return;
   if (threadIdx.x == 0) shared.init(HANDED ? 1 : TEAM_THREADS / 32);
+  static_assert(HANDED || THREADS<GROUPS, HANDED> >= STAGES * TEAM_THREADS);
+  if (!HANDED && threadIdx.x < STAGES * TEAM_THREADS) {
+    clear_zeros(shared.stages[threadIdx.x / TEAM_THREADS].factors, threadIdx.x / 32 % 2);
+  }
   if (!HANDED && threadIdx.x < DIM / 2) {
     GateInputs(args, place.head, threadIdx.x).publish(threadIdx.x, shared.gates);
   }
@@ -289,7 +311,7 @@ __global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
     // What does not fit goes to memory: the L1 cache is next to nothing beside this much shared
     // memory.
     if (!HANDED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS > 1 ? 176 : 216));
-    Scan<GROUPS> scan{maps, args, place, shared};
+    Scan<GROUPS, HANDED> scan{maps, args, place, shared};
     State* const own = static_cast<State*>(args.states) + place.state +
                        (16 * scan.warp + scan.lane / 4) * DIM + 2 * (scan.lane % 4);
     chunk_scan::load_state(scan.S, own, place.carried);

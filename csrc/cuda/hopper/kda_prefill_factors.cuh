@@ -77,9 +77,10 @@ __device__ inline bool make_half(const Role& role, int index, bool odd, bool cle
     publish_queries(PART * role.part, scale, bench.factors, scales);
   }
   role.sync_team();
-  const float2 first = totals[0][lane], second = totals[1][lane];
-  const Two middle{first.x, first.y}, all = middle + Two{second.x, second.y};
-  const float least = fminf(fminf(first.x, first.y), fminf(second.x, second.y));
+  const float2 of_other = totals[1 - role.part][lane];
+  const Two other{of_other.x, of_other.y}, own = sums[PART - 1];
+  const Two middle = choose(role.part, other, own), all = own + other;
+  const float least = fminf(fminf(own.x, own.y), fminf(other.x, other.y));
   const bool strong = __any_sync(~0u, least < -STRONGEST);
   const bool short_way = !__any_sync(~0u, fminf(all.x, all.y) < -STRONGEST);
   const Reference from(strong, short_way, odd, middle, all);
@@ -108,8 +109,9 @@ __device__ inline bool make_half(const Role& role, int index, bool odd, bool cle
   return strong;
 }
 
+template <typename Join>
 __device__ inline void make_chunk(const Role& role, float scale, float beta, bool odd,
-                                  const Arrival& others, const Bench& bench) {
+                                  const Arrival& others, const Bench& bench, const Join& join) {
   Factors& factors = bench.factors;
   Scales& scales = bench.scales;
   bool strong = false;
@@ -126,12 +128,18 @@ __device__ inline void make_chunk(const Role& role, float scale, float beta, boo
   if (strong) {
     products.add_pairs(factors.found() + role.part * CHUNK * CHUNK);
     __syncwarp();
+    if (role.part) {
+      clear_inverse(factors);
+    } else {
+      clear_products(factors);
+    }
   }
   if (role.part) {
     publish_keys(products, beta, scales);
-    keep_inverse(products, scales, factors);
+    keep_inverse(products, scales, bench.team.blocks, factors);
   } else {
     keep_queries(products, factors);
+    join();
   }
   shared_fence();
 }

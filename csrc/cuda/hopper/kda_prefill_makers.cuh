@@ -11,6 +11,28 @@ namespace vllm_cuda {
 
 namespace kda_prefill {
 
+// Joins what the state decays by after the chunk before to what it does before this one: the scan
+// reads and multiplies once. Either factor is one, a power of two, or multiplies where no state is
+// ever stored (`Reference`), so bits do not depend on that. A warp does.
+template <int GROUPS>
+__device__ inline void join_decays(int chunk, const Turn& turn, Shared<GROUPS>& shared) {
+  Scales& own = shared.scales[turn.stage];
+  bool joined = own.flags() & EITHER * BEFORE;
+  if (chunk > 0) {
+    const bool wraps = turn.stage == 0;
+    const int stage = wraps ? STAGES - 1 : turn.stage - 1;
+    const Scales& last = shared.scales[stage];
+    wait_parity(&shared.made[stage], turn.phase ^ wraps);
+    if (last.flags() & EITHER * AFTER) {
+      float4* const to = reinterpret_cast<float4*>(own.before) + own_lane();
+      const float4 by = reinterpret_cast<const float4*>(last.after)[own_lane()], x = *to;
+      *to = {x.x * by.x, x.y * by.y, x.z * by.z, x.w * by.w};
+      joined = true;
+    }
+  }
+  if (own_lane() == 0) own.when[2] = joined;
+}
+
 // Beside those that scan: every TEAMS-th chunk is a team's. The next one is fetched as soon as a
 // stage is free.
 template <int GROUPS>
@@ -28,6 +50,8 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
     load_tile(shared.stages[to].v, &maps.v, 0, token, place.part, &shared.fetched[to]);
   };
   Turn turn(role.team);
+  // One after the other: the first is waited for.
+  if (role.team > 0) wait_parity(&shared.fetched[role.team - 1], 0);
   if (first && role.part == 0) fetch(role.team, turn.stage);
   __nv_bfloat16 b = load_beta(args, place.head, place.first + role.team * CHUNK, end);
   for (int chunk = role.team; chunk < place.chunks; chunk += TEAMS) {
@@ -43,7 +67,8 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
       role.sync_team();
     }
     make_chunk(role, args.scale, beta, chunk % 2, others,
-               {shared.gates, shared.teams[role.team], factors, shared.scales[turn.stage]});
+               {shared.gates, shared.teams[role.team], factors, shared.scales[turn.stage]},
+               [&] { join_decays(chunk, turn, shared); });
     __syncwarp();
     if (first) arrive(&shared.made[turn.stage]);
     turn.advance(TEAMS);
@@ -54,6 +79,17 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
     }
     __syncwarp();
   }
+}
+
+// Clears what no chunk writes: a team's warp of part 0 that of the products, the other that of the
+// inverse.
+__device__ inline void clear_zeros(Factors& factors, int part) {
+  if (part) {
+    clear_inverse(factors);
+  } else {
+    clear_products(factors);
+  }
+  shared_fence();
 }
 
 // Where the factors of a sequence's chunk are handed over.
@@ -138,6 +174,7 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
   barriers_fence();
   __syncthreads();
   const Role role(__shfl_sync(~0u, threadIdx.x / 32, 0));
+  clear_zeros(shared.factors[role.team], role.part);
   const int thread = threadIdx.x % TEAM_THREADS;
   const bool first = threadIdx.x % 32 == 0 && role.part == 0;
   Factors& factors = shared.factors[role.team];
@@ -176,7 +213,7 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
     }
     role.sync_team();
     make_chunk(role, args.scale, beta, odd, {others, phase},
-               {gates, shared.teams[role.team], factors, scales});
+               {gates, shared.teams[role.team], factors, scales}, [] {});
     role.sync_team();
     if (first) {
       bulk_store(slot.factors, &factors, sizeof(Factors));

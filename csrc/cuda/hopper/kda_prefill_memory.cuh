@@ -45,11 +45,11 @@ struct Half {
 // What a chunk needs besides its values and the state.
 struct Factors {
   Half halves[2];
-  // Columns 0 to 31: what multiplies the values' results in the output.
+  // Columns 0 to 31: what multiplies the values' results in the output. Tiles off its triangle stay
+  // zero, and tiles and blocks of those of the next (`clear_zeros`).
   char products[HALF_BYTES];
   // Columns 0 to 31: what multiplies values less what the state holds for the keys, transposed.
-  // Before that, in the other units: the tiles on the diagonal of what is inverted, then of the
-  // inverse.
+  // Before that, in the other units: the tiles on the diagonal of the inverse, without D.
   char inverse[HALF_BYTES];
 
   // [queries or keys, i, j]: products that are made pair by pair, where results will be.
@@ -62,6 +62,8 @@ struct Stage {
 };
 
 enum When { BEFORE = 1, BETWEEN = 2, AFTER = 4 };
+// In `Scales::flags`: times EITHER, of any half; of joined decays.
+constexpr uint32_t EITHER = 0x101, JOINED = 0x10000;
 
 // What a chunk has per channel and token.
 struct alignas(16) Scales {
@@ -72,21 +74,31 @@ struct alignas(16) Scales {
   float q_scale[CHUNK];   // of the output's rows
   float k_norm[CHUNK];    // lengths of the keys
   float strength[CHUNK];  // beta over the square of that
-  int when[2];            // when the columns of either half decay: BEFORE, BETWEEN, AFTER
+  // When the columns of either half decay: BEFORE, BETWEEN, AFTER; then whether they do before the
+  // chunk's products once what the chunk before has in `after` is joined to `before`.
+  uint8_t when[4];
+  __device__ uint32_t flags() const { return *reinterpret_cast<const uint32_t*>(when); }
 };
 
 // Where 16 bytes of a half's decays lie that a lane of the scan reads: channels 16 i + 2 column and
-// the next, and those 8 further on. Four neighbouring lanes read different banks.
-__device__ inline int decay_unit(int column, int i) { return 4 * (4 * column + (i ^ column / 2)); }
+// the next, and those 8 further on. Neighbouring lanes read and write different banks.
+__device__ inline int decay_unit(int column, int i) {
+  return 4 * (4 * column + (i ^ (column & 2)));
+}
 // Those of the channels 2 pair and the next.
 __device__ inline int decay_place(int pair) {
   return decay_unit(pair % 4, pair / 8) + pair / 4 % 2 * 2;
 }
 
+// Blocks on the diagonal of what is inverted.
+constexpr int BLOCK = 8;
+using Blocks = float[CHUNK / BLOCK][BLOCK][BLOCK];
+
 // What a team's warps tell each other.
 struct Team {
   // Base-2 log decays of half the channels, for a half at a time: by half, part and lane.
   float2 totals[2][2][32];
+  alignas(16) Blocks blocks;
 };
 
 // Of a head's decays: bias times log2(e), inputs at which a token decays by 2^-160 (more is the

@@ -16,32 +16,31 @@ __device__ inline uint32_t piece_address(const char* rows, const Piece& piece) {
 }
 __device__ inline uint32_t step_address(uint32_t piece, int step) { return piece ^ step * 32; }
 
-// The squares of 16 rows, as far as the tensor cores' results have them on their diagonal: rows
-// lane / 4 and + 8 of the lanes for which lane / 8 == lane % 4.
-struct Squares {
-  float upper[2][4] = {}, lower[2][4] = {};
-  // `rows`: queries or keys of the first half.
-  __device__ explicit Squares(const char* rows) {
-    const uint32_t from = piece_address(rows, left_piece());
+// The squares of rows lane / 4 and + 8 of 16, over both halves; `rows`: of the first. The tensor
+// cores, which the scan keeps busy, would let a warp wait for longer than this takes.
+__device__ inline Two squares_of(const char* rows) {
+  const uint32_t from = piece_address(rows, left_piece());
+  Two sums[2]{};
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t half = i / 4 * static_cast<uint32_t>(sizeof(Half));
+    const Tile x = load_tile(step_address(from, i % 4) + half);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t at = half * static_cast<uint32_t>(sizeof(Half));
-        const Tile x = load_tile(step_address(from, step) + at);
-        multiply_add(upper[half], x, x.r[0], x.r[2]);
-        multiply_add(lower[half], x, x.r[1], x.r[3]);
-      }
+    for (int side = 0; side < 2; ++side) {
+      const Two above = widen(x.r[2 * side]), below = widen(x.r[2 * side + 1]);
+      sums[side].x = fmaf(above.x, above.x, sums[side].x);
+      sums[side].y = fmaf(below.x, below.x, sums[side].y);
+      sums[side].x = fmaf(above.y, above.y, sums[side].x);
+      sums[side].y = fmaf(below.y, below.y, sums[side].y);
     }
   }
-  // Where there are any; else a number.
-  __device__ Two lengths(int lane) const {
-    const int at = lane % 8 / 4;
-    const float above = at ? upper[0][1] + upper[1][1] : upper[0][0] + upper[1][0];
-    const float below = at ? lower[0][3] + lower[1][3] : lower[0][2] + lower[1][2];
-    return {above + 1e-6f, below + 1e-6f};
+  Two sum = sums[0] + sums[1];
+#pragma unroll
+  for (int distance = 1; distance < 4; distance *= 2) {
+    sum = sum + Two{__shfl_xor_sync(~0u, sum.x, distance), __shfl_xor_sync(~0u, sum.y, distance)};
   }
-};
+  return sum;
+}
 
 __device__ inline float inverse_root(float x) {
   float y;
@@ -53,11 +52,10 @@ __device__ inline float inverse_root(float x) {
 __device__ inline void publish_queries(int token, float scale, const Factors& of,
                                        Scales& scales) {
   const int lane = threadIdx.x % 32, row = lane / 4;
-  const Squares squares(of.halves[0].queries + token * ROW_BYTES);
-  const Two x = squares.lengths(lane);
-  if (row / 2 != lane % 4) return;
-  scales.q_scale[token + row] = scale * inverse_root(x.x);
-  scales.q_scale[token + row + 8] = scale * inverse_root(x.y);
+  const Two x = squares_of(of.halves[0].queries + token * ROW_BYTES);
+  if (lane % 4 > 0) return;
+  scales.q_scale[token + row] = scale * inverse_root(x.x + 1e-6f);
+  scales.q_scale[token + row + 8] = scale * inverse_root(x.y + 1e-6f);
 }
 
 // Products of queries or keys with keys: tiles on the diagonal and below.
@@ -98,6 +96,9 @@ __device__ inline void clear_tile(char* rows, int unit) {
   *reinterpret_cast<uint4*>(rows + row * ROW_BYTES + ((unit + lane % 2 ^ row % 8) << 4)) = uint4{};
 }
 
+// Clears what `keep_queries` does not write.
+__device__ inline void clear_products(Factors& made) { clear_tile(made.products, 2); }
+
 // What multiplies the values' results in the output.
 __device__ inline void keep_queries(Products& products, Factors& made) {
   using namespace chunk_factors;
@@ -105,7 +106,6 @@ __device__ inline void keep_queries(Products& products, Factors& made) {
   clear_above_diagonal(products.first, f);
   clear_above_diagonal(products.second, f);
   const uint32_t to = piece_address(made.products, left_piece());
-  clear_tile(made.products, 2);
   store_tile(to, rounded(products.first));
   store_tile(to + PART_BYTES, rounded(products.below));
   store_tile(step_address(to, 1) + PART_BYTES, rounded(products.second));
