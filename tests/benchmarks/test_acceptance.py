@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -185,13 +186,29 @@ def test_from_files_to_a_result(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_dataset_of_speculators_has_the_layers_that_a_head_is_trained_on(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands state none; the head's come first, then the target's output."""
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS, num_tokens=2)
+    dataset = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
+    assert run(target, drafter, dataset) == 0
+    stated = capsys.readouterr().out
+    (dataset / "extraction.json").unlink()
+    rows = datasets.load_from_disk(str(dataset))
+    rows.with_format("torch").save_to_disk(tmp_path / "theirs")  # as theirs is
+    (dataset / "hidden_states").rename(tmp_path / "theirs" / "hidden_states")
+    assert run(target, drafter, tmp_path / "theirs") == 0
+    assert capsys.readouterr().out == stated
+
+
 def test_rows_in_eight_bits(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
     row_format = RowFormat(4, TINY.hidden, torch.float32, "fp8_e4m3")
     stored = row_format.store(STREAMS)
     tensors = {**stored.tensors, "token_ids": torch.tensor(IDS)}
     save_file(tensors, path / "hidden_states" / "hs_0.safetensors", row_format.metadata)
-    [sample] = HiddenStateDataset.open(path, None).samples()
+    [sample] = HiddenStateDataset.open(path, None, []).samples()
     assert torch.equal(sample.hidden_states, row_format.restore(stored))
     assert sample.hidden_states.dtype == torch.float32
     assert 0 < (sample.hidden_states - STREAMS).norm() < 0.03 * STREAMS.norm()
@@ -246,7 +263,20 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: cut(next(path.glob("*.arrow"))), "dataset cannot be read"),
     (lambda path: (path / "extraction.json").write_text("{}"), "does not state its layers"),
     (lambda path: cut(path / "extraction.json"), "dataset cannot be read"),
+    (lambda path: shutil.rmtree(path / "hidden_states"), "has no hidden_states: make them with"),
+    (
+        lambda path: (path / "hidden_states" / "hs_0.safetensors").unlink(),
+        "hs_0.safetensors: make it, or read only the samples before it with --num-samples",
+    ),
 ]
+
+
+def test_a_dataset_of_speculators_for_another_head(refusal: Refusal, tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "dataset", None)
+    (dataset / "extraction.json").unlink()
+    damaged(dataset, STREAMS[:, :3])
+    said = "after [1, 2, 3, 4] layers, on which --drafter is trained"
+    assert said in refusal(dataset)
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
@@ -270,7 +300,7 @@ def test_a_dataset_of_another_vocabulary(
 def test_a_directory_that_is_none(
     refusal: Refusal, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "has no extraction.json" in refusal(tmp_path)
+    assert "has no hidden_states: make them with" in refusal(tmp_path)
     assert "is no directory" in refusal(tmp_path / "absent")
     assert main(["bench", "acceptance", "--model", str(target)]) == 1
     assert "--drafter must be given" in capsys.readouterr().err

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from tests.entrypoints.fake_engine import byte_tokenizer
+from vllm import LLM
 from vllm.benchmarks import latency, throughput
-from vllm.entrypoints.cli.main import main
+from vllm.benchmarks.offline import make_llm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.main import load_command, main
+from vllm.entrypoints.openai.cli_args import DEFAULT_MODEL
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 class FakeLLM:
@@ -75,6 +80,32 @@ def test_latency(llm: FakeLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert f"Avg latency: {result['avg_latency']} seconds" in shown
     assert "99% percentile latency:" in shown
+
+
+@pytest.mark.parametrize("name", ["latency", "throughput", "scaling"])
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        (["m"], "m"),
+        (["--model", "m"], "m"),
+        (["--seed", "1", "m", "--model", "other"], "m"),
+        ([], DEFAULT_MODEL),
+    ],
+)
+def test_the_model_is_an_argument_or_a_flag(
+    monkeypatch: pytest.MonkeyPatch, name: str, words: list[str], model: str
+) -> None:
+    started: list[str] = []
+
+    def start(args: EngineArgs) -> None:
+        started.append(args.model)
+
+    monkeypatch.setattr(LLM, "from_engine_args", start)
+    command = load_command(f"bench {name}")
+    parser = FlexibleArgumentParser()
+    command.add_arguments(parser)
+    make_llm(parser.parse_args(words))
+    assert started == [model]
 
 
 def test_latency_of_beams(llm: FakeLLM) -> None:

@@ -139,7 +139,6 @@ def test_engines_are_stopped_after_an_error(
         (["--layouts", "tp2", "--enable-eplb"], "--enable-eplb moves experts"),
         (["--output-json", "/nowhere/x.json"], "--output-json /nowhere/x.json: no folder /nowhere"),
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: no folder /nowhere"),
-        (["--model", "x"], "as MODEL"),
         (["--decode-device", "1e12,1e15"], "--decode-link"),
         (["--layouts", "tp1", "--input-len", "300"], "exceed --max-model-len 256"),
     ],

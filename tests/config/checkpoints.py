@@ -22,6 +22,7 @@ _TEXT: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 LLAMA = {**_TEXT, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+MIXTURE = {**_TEXT, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
 _HYBRID_TEXT = {
     **_TEXT,
     "model_type": "qwen3_5_text",
@@ -37,7 +38,7 @@ HYBRID = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "text_config": _HYBRID_TEXT,
 }
-CONFIGS = {"llama": LLAMA, "hybrid": HYBRID}
+CONFIGS = {"llama": LLAMA, "mixture": MIXTURE, "hybrid": HYBRID}
 
 
 def write_config(directory: Path, family: str = "llama", **changes: Any) -> str:

@@ -23,5 +23,11 @@ def llama(tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    """Of experts."""
+    return write_config(tmp_path / "mixture", "mixture")
+
+
+@pytest.fixture
 def hybrid(tmp_path: Path) -> str:
     return write_config(tmp_path / "hybrid", "hybrid")

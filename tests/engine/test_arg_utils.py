@@ -257,9 +257,9 @@ def test_the_exchange_of_tokens_that_there_is_may_be_named() -> None:
     assert EngineArgs(all2all_backend=None).all2all_backend is None
 
 
-def test_experts_that_follow_the_traffic_are_counted(llama: str) -> None:
+def test_experts_that_follow_the_traffic_are_counted(llama: str, mixture: str) -> None:
     line = ["-tp", "2", "-ep", "--enable-eplb", "--eplb-config", '{"num_redundant_experts": 2}']
-    config = parse("--model", llama, *line).create_engine_config()
+    config = parse("--model", mixture, *line).create_engine_config()
     assert config.observability_config.expert_counts
     assert config.parallel_config.eplb_config == EPLBConfig(num_redundant_experts=2)
     (one,) = [one for one in config.decisions.decisions() if one.what == "expert counts"]

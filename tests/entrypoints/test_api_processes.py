@@ -292,12 +292,22 @@ def test_nothing_is_left_behind_a_killed_process(
         assert len(everyone) >= 4, "two API processes, what they are forked from, and the core"
         stream = Stream(server, 2000)
         wait_until(lambda: bool(stream.ids))
+        files = _files(server.process)
+        assert {file.name for file in files} >= {"tallies", "requests-0"}
         fork_server = psutil.Process(server.serving()[0]).ppid()
         os.kill(server.popen.pid if is_supervisor else fork_server, signal.SIGKILL)
         assert server.popen.wait(60) == (-signal.SIGKILL if is_supervisor else 1)
         wait_until(lambda: not [one for one in everyone if _runs(one)])
+        assert not [file for file in files if file.parent.exists()]
     finally:
         server.popen.kill()
+
+
+def _files(supervisor: psutil.Process) -> list[Path]:
+    """Its own that others have too: numbers that they share, and sockets."""
+    maps = [one.path for one in supervisor.memory_maps()]
+    sockets = [str(one.laddr) for one in supervisor.net_connections("unix")]
+    return [Path(path) for path in (*maps, *sockets) if "/vllm-" in path]
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -23,6 +23,7 @@ from vllm.entrypoints.launcher import raise_open_file_limit
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.entrypoints.openai.request_limits import RequestLimits
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 pytestmark = pytest.mark.asyncio
 
@@ -222,6 +223,25 @@ async def test_log_lines_carry_the_request_id(
         logging.getLogger("vllm").removeHandler(caplog.handler)
     for words in ("received cmpl-mine-0", "aborted cmpl-mine-0", "request cmpl-mine-0 failed"):
         assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (EngineGenerateError("request r failed: lost"), "request r failed: lost"),
+        (EngineDeadError("x"), "request cmpl-mine-0 failed: the engine core is dead: x"),
+    ],
+)
+async def test_the_log_names_a_failed_request_once(
+    client: httpx.AsyncClient,
+    engine: FakeAsyncLLM,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    line: str,
+) -> None:
+    engine.fail_after, engine.error = 0, error
+    await client.post("/v1/completions", json={"prompt": "hi"}, headers={"X-Request-Id": "mine"})
+    assert [record.message for record in caplog.records if "failed" in record.message] == [line]
 
 
 async def test_http_client_sees_whole_streams(client: httpx.AsyncClient) -> None:

@@ -19,6 +19,7 @@ from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.http_protocol import StreamingProtocol
 from vllm.entrypoints.proxy.app import build_app
 from vllm.entrypoints.proxy.args import ProxyArgs
+from vllm.entrypoints.proxy.server import ProxyServer
 
 STATE = {"do_remote_prefill": True, "remote_request_id": "p-1"}
 #: an ASGI request
@@ -449,12 +450,12 @@ async def test_a_client_that_leaves_ends_its_request(host: str) -> None:
 
 def test_connections_are_those_of_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients that a server understands can be given the proxy's address instead."""
-    started: list[dict[str, Any]] = []
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: started.append(options))
+    started: list[uvicorn.Config] = []
+    monkeypatch.setattr(ProxyServer, "run", lambda server: started.append(server.config))
     argv = ["--prefill", "http://a", "--decode", "http://b", "--port", "8123"]
     assert main(["proxy", *argv]) == 0
-    (options,) = started
-    assert options["http"] is StreamingProtocol and options["port"] == 8123
+    (config,) = started
+    assert config.http is StreamingProtocol and config.port == 8123
 
 
 @pytest.mark.parametrize(

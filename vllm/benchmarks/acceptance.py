@@ -114,9 +114,12 @@ def predict(args: AcceptanceArgs) -> RoundCounts:
     target = EngineArgs(model=args.model).create_engine_config().model_config
     settings = _settings(args, target)
     depth = settings.num_drafts
-    dataset = HiddenStateDataset.open(Path(args.dataset), args.num_samples)
+    output = target.get_num_layers()
     # The head of the target's own checkpoint reads its output.
-    columns = dataset.columns_of(settings.layer_ids or (target.get_num_layers(),))
+    read = settings.layer_ids or (output,)
+    trained_on = list(dict.fromkeys((*read, output)))
+    dataset = HiddenStateDataset.open(Path(args.dataset), args.num_samples, trained_on)
+    columns = dataset.columns_of(read)
     drafter = _drafter(settings, target, args.drafter, dataset.longest)
     counts = RoundCounts(depth)
     for sample in tqdm(dataset.samples(), "Drafting", dataset.num_samples, dynamic_ncols=True):
@@ -203,16 +206,19 @@ class StoredSample:
 
 @dataclass(frozen=True)
 class HiddenStateDataset:
-    """A directory that docs/extraction.md describes; `layers`: ids of its columns."""
+    """A directory that docs/extraction.md describes; `layers`: ids of its columns, and `source`,
+    who says so."""
 
     path: Path
     layers: list[int]
+    source: str
     rows: Any
     num_samples: int
 
     @classmethod
-    def open(cls, path: Path, limit: int | None) -> HiddenStateDataset:
-        """Raises `VLLMValidationError` for what is no such directory."""
+    def open(cls, path: Path, limit: int | None, trained_on: list[int]) -> HiddenStateDataset:
+        """`trained_on`: the layers of a directory without extraction.json, as speculators' commands
+        make it for a drafter's training. Raises `VLLMValidationError` for what is no dataset."""
         try:
             import datasets
         except ModuleNotFoundError:
@@ -222,14 +228,18 @@ class HiddenStateDataset:
         settings = path / "extraction.json"
         if not path.is_dir():
             raise VLLMValidationError(f"--dataset {path} is no directory", "dataset")
-        if not settings.is_file():
+        if not (path / "hidden_states").is_dir():
             raise VLLMValidationError(
-                f"--dataset {path} has no extraction.json: make it with "
-                "examples/extract_hidden_states.py or examples/train_drafter.py",
+                f"--dataset {path} has no hidden_states: make them with "
+                "examples/extract_hidden_states.py, examples/train_drafter.py or "
+                "`speculators generate-offline-data`",
                 "dataset",
             )
+        layers, source = trained_on, "on which --drafter is trained"
         try:
-            layers = json.loads(settings.read_text()).get("layers")
+            if settings.is_file():
+                source = "as the dataset says"
+                layers = json.loads(settings.read_text()).get("layers")
             rows = datasets.load_from_disk(str(path)).with_format(None)
         except (AttributeError, IndexError, OSError, ValueError) as error:
             raise VLLMValidationError(
@@ -245,7 +255,7 @@ class HiddenStateDataset:
                 f"--dataset {path} has no column {', '.join(absent)}", "dataset"
             )
         count = len(rows) if limit is None else min(limit, len(rows))
-        return cls(path, layers, rows, count)
+        return cls(path, layers, source, rows, count)
 
     @property
     def longest(self) -> int:
@@ -274,7 +284,11 @@ class HiddenStateDataset:
             row = self.rows[index]
             file = self.path / "hidden_states" / f"hs_{index}.safetensors"
             if not file.is_file():
-                raise VLLMValidationError(f"--dataset has no {file}", "dataset")
+                raise VLLMValidationError(
+                    f"--dataset has no {file}: make it, or read only the samples before it with "
+                    "--num-samples",
+                    "dataset",
+                )
             try:
                 stored = read_hidden_states(file)
             except (SafetensorError, ValueError) as error:
@@ -285,7 +299,7 @@ class HiddenStateDataset:
             if states.shape[:2] != (len(ids), len(self.layers)):
                 raise VLLMValidationError(
                     f"{file} holds {list(states.shape)} numbers, not those of {len(ids)} tokens "
-                    f"after {self.layers} layers, as the dataset says",
+                    f"after {self.layers} layers, {self.source}",
                     "dataset",
                 )
             yield StoredSample(ids, mask, states)

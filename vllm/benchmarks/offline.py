@@ -15,6 +15,7 @@ from vllm.engine.unsupported_flags import (
     add_unsupported,
     check_unsupported,
 )
+from vllm.entrypoints.cli.serve import add_model_argument, choose_model
 from vllm.exceptions import VLLMValidationError
 
 if TYPE_CHECKING:
@@ -28,10 +29,12 @@ _MAX_TOKEN_ID = 10_000
 
 
 def add_engine_args(parser: FlexibleArgumentParser) -> None:
-    """Declare the engine's flags, and those of other releases' benchmarks."""
+    """Declare the model, the engine's flags, and those of other releases' benchmarks."""
     from vllm.engine.arg_utils import EngineArgs
 
+    add_model_argument(parser)
     EngineArgs.add_cli_args(parser)
+    parser.set_defaults(model=None)
     add_unsupported(parser, "Unsupported in benchmarks", UNSUPPORTED_BENCH_FLAGS)
 
 
@@ -41,7 +44,9 @@ def make_llm(namespace: argparse.Namespace) -> LLM:
     from vllm.engine.arg_utils import EngineArgs
 
     check_unsupported(vars(namespace), UNSUPPORTED_BENCH_FLAGS)
-    return LLM.from_engine_args(EngineArgs.from_cli_args(namespace))
+    model = choose_model(namespace.model_tag, namespace.model)
+    given = argparse.Namespace(**{**vars(namespace), "model": model})
+    return LLM.from_engine_args(EngineArgs.from_cli_args(given))
 
 
 def check_length(engine: LLM | VllmConfig, input_len: int, output_len: int) -> None:

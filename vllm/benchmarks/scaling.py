@@ -23,6 +23,7 @@ from vllm.benchmarks.offline import (
 from vllm.benchmarks.plot import require_matplotlib
 from vllm.benchmarks.scaling_plot import plot
 from vllm.entrypoints.cli.explain_layout_text import rates_line
+from vllm.entrypoints.cli.serve import choose_model
 from vllm.entrypoints.cli.text_table import table
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.dataclass_flags import add_dataclass_flags, from_namespace
@@ -124,11 +125,10 @@ class Figures:
 
 def add_cli_args(parser: FlexibleArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("model_tag", metavar="MODEL", help="Model path or repository.")
     add_dataclass_flags(parser, ScalingArgs, "Scaling")
     add_engine_args(parser)
     # Every run has the same prompts; finding them in the cache is not what is measured.
-    parser.set_defaults(enable_prefix_caching=False, model=None)
+    parser.set_defaults(enable_prefix_caching=False)
 
 
 def main(namespace: argparse.Namespace) -> int:
@@ -136,8 +136,6 @@ def main(namespace: argparse.Namespace) -> int:
     from vllm.v1.core.layout_cost import Layout
 
     args = from_namespace(ScalingArgs, namespace)
-    if namespace.model is not None:
-        raise VLLMValidationError("give the model as MODEL, not as --model", "model")
     if any(vars(namespace)[name] not in (1, False) for name in _SIZES):
         raise VLLMValidationError("sizes of layouts are given with --layouts", "layouts")
     _check_places(namespace)
@@ -145,7 +143,7 @@ def main(namespace: argparse.Namespace) -> int:
         check_file(name, getattr(args, name))
     if args.plot is not None:
         require_matplotlib()
-    namespace.model = namespace.model_tag
+    namespace.model = choose_model(namespace.model_tag, namespace.model)
     try:
         layouts = [Layout.parse(text.strip()) for text in args.layouts.split(",")]
         rates = _rates(args)

@@ -294,6 +294,11 @@ class ModelConfig:
         return bool(self.model_arch_config.use_mla)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layer may be a mixture of experts, as its config says."""
+        return bool(self.model_arch_config.has_experts)
+
+    @property
     def is_encoder_decoder(self) -> bool:
         return bool(self.hf_config.is_encoder_decoder)
 

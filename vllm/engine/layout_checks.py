@@ -10,6 +10,7 @@ from vllm.distributed.pipeline_partition import check_enough_layers
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.placements import why_one_at_a_time
+from vllm.transformers_utils.model_arch_config_convertor import EXPERTS_KEYS
 from vllm.utils.options import flag_name
 
 
@@ -19,6 +20,7 @@ def check_layout(config: VllmConfig) -> None:
     _check_pipeline(config)
     _check_hosts(config)
     _check_shared_experts(config)
+    _check_experts(config)
 
 
 def _check_placement(config: VllmConfig) -> None:
@@ -120,4 +122,15 @@ def _check_shared_experts(config: VllmConfig) -> None:
             f"--ready-in with {flags}: replicas replay graphs of the same sizes, so all are "
             "captured before the start; leave it out",
             parameter="ready_in",
+        )
+
+
+def _check_experts(config: VllmConfig) -> None:
+    """`VLLMValidationError` where experts are to be spread and the model's config states none.
+    Where it does, only the layers, which workers build, know whether there are some."""
+    if config.parallel_config.enable_expert_parallel and not config.model_config.has_experts:
+        raise VLLMValidationError(
+            "--enable-expert-parallel: the model has no experts (its config.json states none of "
+            f"{', '.join(EXPERTS_KEYS)}); leave it out",
+            "enable_expert_parallel",
         )

@@ -22,6 +22,8 @@ _LENGTH_KEYS = (
     "max_seq_length",
     "seq_len",
 )
+#: say how many experts a mixture routes to
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: rope types whose `max_position_embeddings` is already the scaled length
 _ROPE_ALREADY_SCALED = frozenset({"default", "llama3", "longrope", "su", "proportional", "mrope"})
 
@@ -43,6 +45,7 @@ class ModelArchConfig:
     max_model_len_key: str
     is_hybrid: bool
     use_mla: bool = False
+    has_experts: bool = False
 
 
 class ModelArchConfigConvertorBase:
@@ -120,6 +123,10 @@ class ModelArchConfigConvertorBase:
         """Whether some layer keeps a recurrent state."""
         return any(kind in RECURRENT_LAYER_TYPES for kind in self.layer_types())
 
+    def has_experts(self) -> bool:
+        """Whether some layer may be a mixture of experts."""
+        return any(self._first((key,)) for key in EXPERTS_KEYS)
+
     def derive_max_model_len_and_key(self) -> tuple[int, str]:
         """`(tokens, config key)`: the longest sequence the positions were made for, 0 if unstated.
 
@@ -156,6 +163,7 @@ class ModelArchConfigConvertorBase:
             max_model_len_key=key,
             is_hybrid=self.is_hybrid(),
             use_mla=self.use_mla(),
+            has_experts=self.has_experts(),
         )
 
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import importlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterable
@@ -180,7 +181,7 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     from vllm.entrypoints.tally import Tallies
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
-    watch_parent(_ORPHAN_GRACE_S)
+    parent = watch_parent(_ORPHAN_GRACE_S)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
     with gc_paused():
         for module in APPLICATION:
@@ -189,6 +190,8 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
         setup: ApiSetup = unpickle_setup(pipe.recv_bytes())
     except EOFError:  # the start has failed elsewhere
         return
+    if setup.tally_path is not None:
+        parent.leftovers.append(os.path.dirname(setup.tally_path))
     args = dataclasses.replace(setup.args)  # its checks import what plug-ins bring
     set_up_logging(args)
     stop_start_at_signals()

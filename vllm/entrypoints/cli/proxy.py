@@ -21,18 +21,8 @@ class ProxyCommand(CLISubcommand):
         add_dataclass_flags(parser, ProxyArgs, "Proxy")
 
     def run(self, args: argparse.Namespace) -> int:
-        import uvicorn
-
-        from vllm.entrypoints.http_protocol import StreamingProtocol
-        from vllm.entrypoints.proxy.app import build_app
-
+        # Importing what serves takes longer than to find mistakes in the flags.
         given = from_namespace(ProxyArgs, args)
-        uvicorn.run(
-            build_app(given),
-            http=StreamingProtocol,
-            ws="none",
-            host=given.host,
-            port=given.port,
-            access_log=False,
-        )
-        return 0
+        from vllm.entrypoints.proxy.server import serve
+
+        return serve(given)

@@ -17,28 +17,33 @@ class ServeCommand(CLISubcommand):
     description = "Serve a model over HTTP with the OpenAI API."
 
     def add_arguments(self, parser: FlexibleArgumentParser) -> None:
-        parser.add_argument(
-            "model_tag",
-            nargs="?",
-            metavar="MODEL",
-            help=f"Model path or repository (default: {DEFAULT_MODEL}).",
-        )
+        add_model_argument(parser)
         make_arg_parser(parser)
         parser.set_defaults(model=None)
 
     def run(self, args: argparse.Namespace) -> int:
         from vllm.entrypoints.openai.run_server import run_server
 
+        if args.model_tag is None and args.model is not None:
+            logger.warning("`vllm serve %s` is the usual form of --model", args.model)
         args.model = choose_model(args.model_tag, args.model)
         return run_server(args)
+
+
+def add_model_argument(parser: FlexibleArgumentParser) -> None:
+    """The positional model; for `choose_model`, --model must have no default."""
+    parser.add_argument(
+        "model_tag",
+        nargs="?",
+        metavar="MODEL",
+        help=f"Model path or repository (default: {DEFAULT_MODEL}).",
+    )
 
 
 def choose_model(positional: str | None, flag: str | None) -> str:
     """The positional model before --model before the default."""
     if positional is None:
-        if flag is not None:
-            logger.warning("--model is understood, but `vllm serve %s` is the usual form", flag)
         return flag or DEFAULT_MODEL
-    if flag is not None:
-        logger.warning("both MODEL and --model are given; serving %s, not %s", positional, flag)
+    if flag not in (None, positional):
+        logger.warning("both MODEL and --model are given; taking %s, not %s", positional, flag)
     return positional

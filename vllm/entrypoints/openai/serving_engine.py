@@ -205,7 +205,10 @@ class OpenAIServing:
                 yield index, output
         except VLLMValidationError as error:
             raise renamed(error, request.field_names()) from None
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineGenerateError as error:
+            logger.error("%s", error)  # it names the request
+            raise
+        except EngineDeadError as error:
             logger.error("request %s failed: %s", planned.request_id, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):

@@ -6,6 +6,7 @@ This module imports nothing heavy: a front end needs none of the core's own modu
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,11 @@ class CoreAddresses:
 
     requests: str
     outputs: str
+
+    @property
+    def directory(self) -> str:
+        """Of both sockets."""
+        return os.path.dirname(self.requests.removeprefix("ipc://"))
 
 
 @dataclass(frozen=True)

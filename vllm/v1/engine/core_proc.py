@@ -291,6 +291,7 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
             setup, addresses = work.recv()
         except EOFError:  # there is nothing to run
             return
+        parent.leftovers.append(addresses.directory)
         work.close()
         core = _start(setup)
     except Exception as error:

@@ -3,7 +3,7 @@
 
 
 class EngineGenerateError(Exception):
-    """One request failed; the engine goes on."""
+    """A request, which the message names, or a call failed; the engine goes on."""
 
 
 class EngineSleepingError(Exception):
