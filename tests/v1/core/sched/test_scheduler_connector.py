@@ -539,6 +539,38 @@ def test_who_has_the_blocks_of_a_load_anew_does_not_hear_that_it_failed(
     expect(driver, "b", prompt_of(1, 60))
 
 
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_what_was_computed_after_a_load_is_not_cached_before_its_outcome_is_known(how):
+    """Who shares the load's blocks gives its own back before it hears that the load failed."""
+    driver = make_driver(policy="recompute", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    longer = [*prompt[:48], *prompt_of(1, 60)]
+    request, other = make_request("a", prompt), make_request("b", longer)
+    driver.connector.matches["a"] = [(48, False), (0, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    driver.add(other)
+    driver.launch()
+    held = driver.scheduler.kv_cache_manager.get_block_ids("b")[0]
+    assert held[:3] == blocks[:3]
+    for block in held[1:]:  # nothing came, and what was computed of it is wrong
+        for slot in range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE):
+            driver.worker.slots.pop(slot, None)
+    if how == "abort":
+        driver.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler._preempt_last()
+    report(driver, invalid_block_ids=set(blocks[1:3]))
+    driver.run()
+    expect(driver, "a", prompt)
+    driver.add(make_request("again", longer))
+    driver.run()
+    expect(driver, "again", longer)
+
+
 def test_groups_of_failed_blocks():
     """A failed state block 5 leaves another request's attention block 5 alone."""
     held = {"loads": ([3, 4], [5]), "runs": ([5, 6], [7])}

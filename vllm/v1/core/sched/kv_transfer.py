@@ -139,8 +139,18 @@ class KVTransfer:
             if not request.is_finished:  # one that ends may keep them, for a transfer
                 sharers.discard(request.request_id)
             self._abandoned.append(replace(load, sharers=frozenset(sharers)))
-            self._manager.forget_after(request, load.start)
-            request.num_computed_tokens = min(request.num_computed_tokens, load.start)
+            self._forget_after(request, load.start)
+        elif self._loads or self._abandoned:
+            # What it computed after blocks of other requests' loads is as much in doubt.
+            loads = (*self._loads.values(), *self._abandoned)
+            in_doubt = {pair for one in loads for pair in one.blocks}
+            valid = self.num_valid_tokens(request, in_doubt)
+            if valid is not None:
+                self._forget_after(request, valid)
+
+    def _forget_after(self, request: Request, num_tokens: int) -> None:
+        self._manager.forget_after(request, num_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
 
     def limit_load(self, request_id: str, num_tokens: int) -> None:
         """When the load beside the steps has ended, no more than `num_tokens` of the request's
