@@ -27,10 +27,10 @@ def name_layer(error: Exception, name: str) -> None:
         error.args = (f"{name}: {message}",)
 
 
-def name_failing_module(error: Exception, model: nn.Module) -> None:
-    """Begin the error's message with the path in `model` of the innermost module that was running
-    when it was raised."""
-    paths = {id(module): path for path, module in model.named_modules()}
+def name_failing_module(error: Exception, model: nn.Module, prefix: str) -> None:
+    """Begin the error's message with the path of the innermost module of `model` that was running
+    when it was raised; `prefix`: what the model itself is called, "" for a target."""
+    paths = {id(module): path for path, module in model.named_modules(prefix=prefix)}
     found, trace = "", error.__traceback__
     while trace is not None:
         found = paths.get(id(trace.tb_frame.f_locals.get("self")), found)

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from vllm.compilation.graph_safety.annotations import annotated, import_name
 from vllm.compilation.graph_safety.expressions import Expressions
@@ -15,7 +16,6 @@ from vllm.compilation.graph_safety.hazards import hazard_of_branch
 from vllm.compilation.graph_safety.sources import definition
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
-    Array,
     Host,
     Instance,
     Items,
@@ -182,6 +182,8 @@ class Frame(Expressions):
                 self.assign(target.value, Items((), value), None)
             case ast.Attribute():
                 self._assign_attribute(target, value)
+                if isinstance(value, Host) and _reads(source, target):
+                    self._change(target, value)
             case ast.Subscript():
                 self._assign_element(target, value, source)
 
@@ -216,8 +218,10 @@ class Frame(Expressions):
 
     def _assign_element(self, target: ast.Subscript, value: Value, source: ast.expr | None) -> None:
         receiver = self.value(target.value)
-        if not is_array(receiver) or isinstance(receiver, Items):
+        if not is_array(receiver):
             self.value(target.slice)
+            if isinstance(value, Host) and _reads(source, target):
+                self._change(target, value)
             return
         index = self.value(target.slice)
         if self.is_mask(index):
@@ -225,21 +229,72 @@ class Frame(Expressions):
                 self.report(2, target, "a mask chooses how many elements are written")
             return
         self.check_bounds(target.slice)
-        parts = target.slice.elts if isinstance(target.slice, ast.Tuple) else [target.slice]
-        whole = all(isinstance(p, ast.Slice) or _is_ellipsis(p) for p in parts)
-        if isinstance(value, Host) and not (whole and isinstance(source, ast.Constant)):
+        constant = _is_whole(target.slice) and isinstance(source, ast.Constant)
+        if isinstance(value, Host) and not constant:
             self.report(4, target, "a Python number becomes part of the graph")
 
     def _augmented(self, node: ast.AugAssign) -> None:
         value = self.value(node.value)
-        if isinstance(node.target, ast.Name):
-            before = self.variables.get(node.target.id, UNKNOWN)
-            self.variables[node.target.id] = self.combined(before, value)
-        elif isinstance(node.target, ast.Subscript):
-            receiver = self.value(node.target.value)
-            index = self.value(node.target.slice)
-            if is_array(receiver) and isinstance(receiver, Array) and self.is_mask(index):
-                self.report(2, node.target, "a mask chooses how many elements are written")
+        target = node.target
+        if isinstance(target, ast.Name):
+            before = self.variables.get(target.id, UNKNOWN)
+            self.variables[target.id] = self.combined(before, value)
+            return
+        if isinstance(target, ast.Subscript) and is_array(self.value(target.value)):
+            self._augment_element(target, value, node.value)
+        else:
+            self._change(target, value)
+
+    def _augment_element(self, target: ast.Subscript, value: Value, source: ast.expr) -> None:
+        """Of a tensor: a constant is added in every replay, too."""
+        if self.is_mask(self.value(target.slice)):
+            self.report(2, target, "a mask chooses how many elements are written")
+            return
+        self.check_bounds(target.slice)
+        frozen = isinstance(value, Host) and not isinstance(source, ast.Constant)
+        if frozen and not _is_whole(target.slice):
+            self.report(4, target, "a Python number becomes part of the graph")
+
+    def _change(self, target: ast.Attribute | ast.Subscript, value: Value) -> None:
+        """What is kept under `target` follows from what was there, which only the host knows; a
+        tensor there is changed in place, by the graph."""
+        before = self.value(target)
+        if self.mode is not Mode.CAPTURED or before == UNKNOWN or is_array(before):
+            return
+        if self.name in ("__init__", "__post_init__") or not self._lives_on(target.value):
+            return
+        name = ast.unparse(target)
+        if is_array(value.any() if isinstance(value, Items) else value):
+            self.report(26, target, f"{name} keeps a tensor for the next step")
+        elif "device" not in tags_of(value):  # the read is found where it is
+            self.report(7, target, f"a replay neither changes {name} nor takes the new value")
+
+    def _lives_on(self, owner: ast.expr) -> bool:
+        """Whether an object is there after the step: the model's or a module's."""
+        if isinstance(owner, ast.Name) and owner.id not in self.variables:
+            return True
+        value = self.value(owner)
+        if isinstance(value, Known):
+            return True
+        if isinstance(owner, ast.Attribute | ast.Subscript):
+            return self._lives_on(owner.value)
+        if not isinstance(value, Instance) or ast.unparse(owner) != "self":
+            return False
+        # What a step makes is known exactly, and it makes no modules.
+        return issubclass(value.cls, nn.Module) or not value.exact
+
+
+def _reads(source: ast.expr | None, target: ast.expr) -> bool:
+    """Whether an expression reads what is assigned to."""
+    if source is None:
+        return False
+    name = ast.unparse(target)
+    return any(ast.unparse(node) == name for node in ast.walk(source) if isinstance(node, ast.expr))
+
+
+def _is_whole(index: ast.expr) -> bool:
+    parts = index.elts if isinstance(index, ast.Tuple) else [index]
+    return all(isinstance(part, ast.Slice) or _is_ellipsis(part) for part in parts)
 
 
 def _is_ellipsis(node: ast.expr) -> bool:

@@ -20,6 +20,7 @@ from vllm.compilation.graph_safety.report import Report
 from vllm.compilation.graph_safety.targets import Progress, check_model
 from vllm.engine.arg_utils import EngineArgs
 from vllm.engine.batch_defaults import UsageContext
+from vllm.utils.exit_status import how_it_ended
 from vllm.utils.start_method import reason_not_to_fork
 
 _WHAT = "pass over the source"
@@ -117,8 +118,7 @@ class _Forked:
             answer: int | Report | Exception = self._answers.recv()
         except EOFError:
             self._process.join()
-            code = self._process.exitcode or 0
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            how = how_it_ended(self._process.exitcode)
             answer = RuntimeError(f"the process of the {_WHAT} died ({how})")
         if not isinstance(answer, int):
             self._found = answer

@@ -76,6 +76,7 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
     ) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
+        self.prefix = prefix
         self.config = config
         self.dtype = vllm_config.model_config.dtype
         self.uses_fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
@@ -131,7 +132,7 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         try:
             return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
         except Exception as error:
-            name_failing_module(error, self)
+            name_failing_module(error, self, self.prefix)
             raise
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.transformers_utils.configs.dflash import DFlashConfig
 from vllm.v1.sample.vocab_shard import VocabShard
 
+_PREFIX = "dflash"
 _NOT_READ = {
     # in older checkpoints
     "embed_tokens.weight": "the target's embedding is used",
@@ -68,7 +69,7 @@ class DFlashLayer(AttentionDecoderLayer):
         fields: DFlashConfig = vllm_config.model_config.hf_config
         config = vllm_config.model_config.hf_text_config
         shape = attention_shape(config, index, windows_are_whole=fields.sliding_window_non_causal)
-        super().__init__(vllm_config, shape, f"dflash.layers.{index}")
+        super().__init__(vllm_config, shape, f"{_PREFIX}.layers.{index}")
 
 
 class MarkovHead(nn.Module):
@@ -92,6 +93,8 @@ class MarkovHead(nn.Module):
 class DFlashDraftModel(DraftVocabulary):
     """`vllm_config.model_config.hf_config` is a `DFlashConfig`, its text config the layers'. The
     embedding is the target's."""
+
+    prefix = _PREFIX
 
     def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
         super().__init__()

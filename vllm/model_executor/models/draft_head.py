@@ -4,7 +4,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,13 @@ class TargetReader(nn.Module, LoadsPart):
     """Subclasses are built from the head's own `VllmConfig` and the target, whose methods they may
     keep, but not the target itself: it is no part of the head.
 
-    `hidden_size`: of what `fuse` keeps; `aux_layer_ids`: the residual streams that it reads,
-    ascending, as in `EagleModelMixin`; none: it reads the final hidden state. `logits`: of the
-    draft vocabulary, from what the head returns, `[n, hidden_size]`.
+    `prefix`: what the names of its layers begin with, and errors of its modules. `hidden_size`: of
+    what `fuse` keeps; `aux_layer_ids`: the residual streams that it reads, ascending, as in
+    `EagleModelMixin`; none: it reads the final hidden state. `logits`: of the draft vocabulary,
+    from what the head returns, `[n, hidden_size]`.
     """
 
+    prefix: ClassVar[str]
     hidden_size: int
     logits: DraftLogits
     aux_layer_ids: tuple[int, ...] = ()

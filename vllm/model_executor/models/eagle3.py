@@ -32,6 +32,7 @@ from vllm.model_executor.models.weights import AutoWeightsLoader
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.transformers_utils.configs.eagle3 import Eagle3Config
 
+_PREFIX = "eagle3"
 _EMBEDDING = "embed_tokens.weight"
 #: rows of two embeddings that are compared at a time
 _COMPARED = 8192
@@ -59,7 +60,7 @@ class Eagle3Layer(AttentionDecoderLayer):
         super().__init__(
             vllm_config,
             attention_shape(config, index),
-            f"eagle3.layers.{index}",
+            f"{_PREFIX}.layers.{index}",
             mlp_bias=config.model_type == "llama" and config.mlp_bias,
         )
         if index == 0:
@@ -90,6 +91,8 @@ class Eagle3Layer(AttentionDecoderLayer):
 
 class Eagle3DraftModel(DraftHead, DraftVocabulary):
     """`vllm_config.model_config.hf_config` is an `Eagle3Config`, its text config the layers'."""
+
+    prefix = _PREFIX
 
     def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
         super().__init__()

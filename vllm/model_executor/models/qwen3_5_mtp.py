@@ -40,6 +40,8 @@ SPECULATORS_NAMES = WeightsMapper(
 class Qwen3_5MTP(DraftHead):
     """Embeddings and output head are the target's."""
 
+    prefix = "mtp"
+
     def __init__(self, *, vllm_config: VllmConfig, target: DraftTarget) -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config

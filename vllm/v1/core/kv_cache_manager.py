@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from vllm.cache_options import CacheReport
 from vllm.distributed.kv_events.messages import KVCacheEvent
@@ -367,6 +367,15 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Ids of all blocks of a request, per group; empty lists for an unknown one."""
         return self.get_blocks(request_id).get_block_ids()
+
+    def holders_of(self, blocks: Set[tuple[int, int]]) -> set[str]:
+        """Requests that hold one of these, pairs of group and block id."""
+        return {
+            request_id
+            for group, manager in enumerate(self.managers)
+            for request_id, held in manager.req_to_blocks.items()
+            if any((group, block.block_id) in blocks for block in held)
+        }
 
     @property
     def usage(self) -> float:

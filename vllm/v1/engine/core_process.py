@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
@@ -14,6 +13,7 @@ from vllm import envs
 from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
 from vllm.utils.activity import is_stopped
+from vllm.utils.exit_status import ending_signal, how_it_ended
 from vllm.v1.engine import spare_process
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.serial_utils import pickle_setup
@@ -79,13 +79,13 @@ class CoreProcess:
             raise TimeoutError(
                 f"the engine core was not ready after {timeout_s} s (VLLM_ENGINE_READY_TIMEOUT_S)"
             )
-        code = self.process.exitcode or 0
-        if code < 0:
-            name = signal.Signals(-code).name
+        code = self.process.exitcode
+        name = ending_signal(code)
+        if name is not None:
             memory = ", as the system does where memory runs out" if name == "SIGKILL" else ""
             raise CoreKilledError(f"the engine core was ended by {name} while starting{memory}")
         raise RuntimeError(
-            f"the engine core died while starting (exit code {self.process.exitcode}); its own "
+            f"the engine core died while starting ({how_it_ended(code)}); its own "
             "messages are above. A script that is its own entry point needs the guard "
             "`if __name__ == '__main__':` when processes are spawned"
         )

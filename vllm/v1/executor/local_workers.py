@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from vllm import decisions
 from vllm.utils.activity import Activity, is_stopped
+from vllm.utils.exit_status import ending_signal, how_it_ended
 from vllm.utils.start_method import start_method
 from vllm.v1.executor.broadcast import Sender
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
@@ -36,9 +36,9 @@ class _Process:
 
     def death(self) -> WorkerDiedError:
         self.process.join(_EXIT_S)
-        code = self.process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"exit code {self.process.exitcode}"
-        return WorkerDiedError(f"the worker of rank {self.rank} died ({how})", code < 0)
+        code = self.process.exitcode
+        message = f"the worker of rank {self.rank} died ({how_it_ended(code)})"
+        return WorkerDiedError(message, ending_signal(code) is not None)
 
 
 class LocalWorkers(Station):

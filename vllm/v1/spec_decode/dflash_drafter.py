@@ -9,7 +9,6 @@ block's rows leave in the slots past that token is replaced when the target has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -66,8 +65,8 @@ class DFlashDrafter(TargetReadingDrafter[DFlashSettings]):
         with set_current_vllm_config(config):
             return DFlashDraftModel(vllm_config=config, target=target)
 
-    def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
-        self.head.keep_context(inputs.positions, self.head.fuse(hidden, list(residual)))
+    def _read_target(self, inputs: StepInputs, fused: Tensor) -> None:
+        self.head.keep_context(inputs.positions, fused)
 
     def _draft(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
         rows = self.loop.begin(inputs, num_reqs)

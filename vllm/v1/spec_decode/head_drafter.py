@@ -20,6 +20,7 @@ from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.config.draft_methods.eagle3 import Eagle3Settings
 from vllm.config.draft_methods.mtp import MtpSettings
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layer_errors import name_failing_module
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base import set_default_torch_dtype
 from vllm.model_executor.models.draft_head import DraftHead, DraftTarget, TargetReader
@@ -37,6 +38,10 @@ class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
     @abstractmethod
     def _new_head(self, target: DraftTarget) -> TargetReader:
         """The network with uninitialised weights."""
+
+    @abstractmethod
+    def _read_target(self, inputs: StepInputs, fused: Tensor) -> None:
+        """`observe`, with what the network keeps of the target: `[tokens, hidden_size]`."""
 
     @property
     @abstractmethod
@@ -60,6 +65,22 @@ class TargetReadingDrafter(LayerDrafter[S], Generic[S]):
         config = copy.copy(self.vllm_config)
         config.model_config, config.quant_config = self.checkpoint, None
         return config
+
+    # ---- the step, whose errors name the module that they come from ----------------------------
+
+    def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
+        try:
+            self._read_target(inputs, self.head.fuse(hidden, list(residual)))
+        except Exception as error:
+            name_failing_module(error, self.head, self.head.prefix)
+            raise
+
+    def _run(self, inputs: StepInputs, num_reqs: int, num_drafts: int) -> Tensor:
+        try:
+            return super()._run(inputs, num_reqs, num_drafts)
+        except Exception as error:
+            name_failing_module(error, self.head, self.head.prefix)
+            raise
 
 
 class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
@@ -91,9 +112,9 @@ class HeadDrafter(TargetReadingDrafter[S], Generic[S]):
 
     # ---- the step ------------------------------------------------------------------------------
 
-    def observe(self, inputs: StepInputs, hidden: Tensor, residual: Sequence[Tensor]) -> None:
+    def _read_target(self, inputs: StepInputs, fused: Tensor) -> None:
         assert self._hidden is not None
-        self._hidden[: len(hidden)].copy_(self.head.fuse(hidden, list(residual)))
+        self._hidden[: len(fused)].copy_(fused)
 
     def _take(self, step: DraftStep) -> None:
         """The token after each of the step's: what the host knows, and what was sampled. Of drafts

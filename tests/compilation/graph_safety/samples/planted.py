@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,6 +150,41 @@ class Keeps(nn.Module):
         self.cache = None  # 17
         router = self.gate.float()  # 19
         return x @ router.t()
+
+
+class Ledger:
+    """A model has one, which lives as long as it does."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+
+LEDGER = Ledger()
+
+
+class Counts(nn.Module):
+    """Numbers that the host changes in a step."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.step = 0
+        self.seen = {"steps": 0}
+        self.ledger = Ledger()
+        self.mean: Any = 0.0
+        self.streams: list[Tensor] = []
+        self.offsets = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1  # 7
+        self.step = self.step + 1  # 7
+        self.seen["steps"] += 1  # 7
+        self.seen["steps"] = 2 * self.seen["steps"]  # 7
+        self.ledger.rows += x.shape[0]  # 7
+        LEDGER.rows += 1  # 7
+        self.mean += x.mean()  # 26
+        self.streams += [x]  # 26
+        self.offsets[2] += self.step  # 4
+        return x
 
 
 class Sampling(nn.Module):

@@ -475,9 +475,10 @@ def test_an_earlier_step_of_a_request_does_not_end_its_load(beside_steps):
     expect(driver, "a", prompt)
 
 
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("how", ["abort", "preempt"])
-def test_who_shares_a_load_hears_that_it_failed_though_its_request_is_gone(how):
-    driver = make_driver(policy="recompute", async_scheduling=True)
+def test_who_shares_a_load_hears_that_it_failed_though_its_request_is_gone(how, policy):
+    driver = make_driver(policy=policy, async_scheduling=True)
     prompt = prompt_of(0, 60)
     request = make_request("a", prompt)
     driver.connector.matches["a"] = [(48, False), (0, False)]
@@ -498,7 +499,76 @@ def test_who_shares_a_load_hears_that_it_failed_though_its_request_is_gone(how):
         driver.scheduler._preempt(request)
     report(driver, invalid_block_ids={blocks[1]})
     driver.run()
-    expect(driver, "b", [*prompt, 7])
+    if policy == "fail":
+        assert driver.reason("b") is FinishReason.ERROR
+    else:
+        expect(driver, "b", [*prompt, 7])
+
+
+@pytest.mark.parametrize("with_group", [False, True])
+@pytest.mark.parametrize("num_loaded", [0, 16])
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_who_has_the_blocks_of_a_load_anew_does_not_hear_that_it_failed(
+    how, num_loaded, with_group
+):
+    """The request it was for is gone, and nobody shared the blocks: another computes what is in
+    them now, or loads it in a later step."""
+    driver = make_driver(policy="fail", async_scheduling=True)
+    request = make_request("a", prompt_of(0, 60))
+    driver.connector.matches |= {"a": [(48, False), (0, False)], "b": [(num_loaded, False)]}
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    if how == "preempt":
+        driver.scheduler._preempt_last()
+    driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    other = make_request("b", prompt_of(1, 60))
+    driver.add(other)
+    output = driver.scheduler.schedule()
+    assert driver.scheduler.kv_cache_manager.get_block_ids("b")[0] == blocks
+    fill(driver, other, num_loaded)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    bad = set(blocks[:3])
+    if with_group:
+        report(driver, invalid_blocks={(0, block) for block in bad})
+    else:
+        report(driver, invalid_block_ids=bad)
+    driver.run()
+    expect(driver, "b", prompt_of(1, 60))
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_what_was_computed_after_a_load_is_not_cached_before_its_outcome_is_known(how):
+    """Who shares the load's blocks gives its own back before it hears that the load failed."""
+    driver = make_driver(policy="recompute", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    longer = [*prompt[:48], *prompt_of(1, 60)]
+    request, other = make_request("a", prompt), make_request("b", longer)
+    driver.connector.matches["a"] = [(48, False), (0, False)]
+    driver.add(request)
+    output = driver.scheduler.schedule()
+    blocks = driver.scheduler.kv_cache_manager.get_block_ids("a")[0]
+    fill(driver, request, 48)
+    driver.in_flight.append((output, driver.worker.execute(output)))
+    driver.add(other)
+    driver.launch()
+    held = driver.scheduler.kv_cache_manager.get_block_ids("b")[0]
+    assert held[:3] == blocks[:3]
+    for block in held[1:]:  # nothing came, and what was computed of it is wrong
+        for slot in range(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE):
+            driver.worker.slots.pop(slot, None)
+    if how == "abort":
+        driver.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    else:
+        driver.scheduler._preempt_last()
+    report(driver, invalid_block_ids=set(blocks[1:3]))
+    driver.run()
+    expect(driver, "a", prompt)
+    driver.add(make_request("again", longer))
+    driver.run()
+    expect(driver, "again", longer)
 
 
 def test_groups_of_failed_blocks():

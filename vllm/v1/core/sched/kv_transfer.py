@@ -45,12 +45,14 @@ def create_scheduler_connector(
 @dataclass(frozen=True)
 class _Load:
     """What a connector brings for one request: the tokens from `start` to `end`, into `blocks`,
-    pairs of state group and block. `step`: the number of the step that it was asked for in."""
+    pairs of state group and block. `step`: the number of the step that it was asked for in.
+    `sharers`: once the request has given the blocks up, the requests that still hold some."""
 
     start: int
     end: int
     blocks: frozenset[tuple[int, int]]
     step: int
+    sharers: frozenset[str] = frozenset()
 
 
 class KVTransfer:
@@ -74,7 +76,7 @@ class KVTransfer:
         self.sending: set[str] = set()
         #: loads whose outcome is not known yet
         self._loads: dict[str, _Load] = {}
-        #: those of steps in flight whose request has given its blocks up: others may share them
+        #: those of steps in flight whose request has given its blocks up
         self._abandoned: list[_Load] = []
         self._num_ended_steps = 0
         #: requests that wait for a report: since when, and whether that was said
@@ -132,9 +134,23 @@ class KVTransfer:
             return
         load = self._loads.pop(request.request_id, None)
         if load is not None:
-            self._abandoned.append(load)
-            self._manager.forget_after(request, load.start)
-            request.num_computed_tokens = min(request.num_computed_tokens, load.start)
+            # Nobody finds them any more, so whoever gets one later fills it anew.
+            sharers = self._manager.holders_of(load.blocks)
+            if not request.is_finished:  # one that ends may keep them, for a transfer
+                sharers.discard(request.request_id)
+            self._abandoned.append(replace(load, sharers=frozenset(sharers)))
+            self._forget_after(request, load.start)
+        elif self._loads or self._abandoned:
+            # What it computed after blocks of other requests' loads is as much in doubt.
+            loads = (*self._loads.values(), *self._abandoned)
+            in_doubt = {pair for one in loads for pair in one.blocks}
+            valid = self.num_valid_tokens(request, in_doubt)
+            if valid is not None:
+                self._forget_after(request, valid)
+
+    def _forget_after(self, request: Request, num_tokens: int) -> None:
+        self._manager.forget_after(request, num_tokens)
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
 
     def limit_load(self, request_id: str, num_tokens: int) -> None:
         """When the load beside the steps has ended, no more than `num_tokens` of the request's
@@ -162,6 +178,19 @@ class KVTransfer:
         for load in loads:
             failed.update(pair for pair in load.blocks if pair[1] in output.invalid_block_ids)
         return failed
+
+    def _filled_anew(self, request_id: str) -> set[tuple[int, int]]:
+        """Blocks of abandoned loads of the step that comes back which the request, if it holds
+        them, has got since: it computes what is in them, or loads it in a later step."""
+        anew: set[tuple[int, int]] = set()
+        meant: set[tuple[int, int]] = set()
+        for load in self._abandoned:
+            if load.step == self._num_ended_steps:
+                (meant if request_id in load.sharers else anew).update(load.blocks)
+        for load in self._loads.values() if anew else ():
+            if load.step <= self._num_ended_steps:
+                meant |= load.blocks
+        return anew - meant
 
     def end_step(self, scheduler_output: SchedulerOutput) -> None:
         """The step's loads are known to have come, or were reported as failed. A request that was
@@ -242,6 +271,7 @@ class KVTransfer:
         Recurrent state has no value in the middle, so with such a group nothing is valid; nor is
         anything before the window that was loaded.
         """
+        failed = failed - self._filled_anew(request.request_id)
         loading = request.request_id in self.loading
         num_tokens = self._loads[request.request_id].end if loading else request.num_computed_tokens
         valid: int | None = None
