@@ -94,6 +94,7 @@ def test_results_and_specs(fp8_caches: None, monkeypatch: pytest.MonkeyPatch, fa
         ("llama", "{0}_proj.{0}_scale"),
         ("llama", "attn.{}_scale"),
         ("nemotron_h", "{0}_proj.{0}_scale"),
+        ("nemotron_h", "{}_scale"),
     ],
 )
 def test_scales_from_the_checkpoint(

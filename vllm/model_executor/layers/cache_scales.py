@@ -17,6 +17,7 @@ _NAMES = {
     for place, ours in (
         (f".{kind}_proj", ".attn"),
         (".self_attn", ".self_attn.attn"),
+        (".mixer", ".mixer.attn"),
         (".attn", ".attn"),
     )
 }
