@@ -50,7 +50,10 @@ class Engine:
     caches: dict[str, Tensor]
 
     @classmethod
-    def start(cls, path: Path, kv_config: KVCacheConfig) -> Engine:
+    def start(
+        cls, path: Path, kv_config: KVCacheConfig, dtype: torch.dtype = torch.float32
+    ) -> Engine:
+        """`dtype`: of keys and values."""
         transfer = transfer_config("ExampleConnector", role="kv_both", shared_storage_path=path)
         config = VllmConfig(kv_transfer_config=transfer)
         sides = [
@@ -58,7 +61,7 @@ class Engine:
             for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
         ]
         size = kv_config.kv_cache_groups[0].kv_cache_spec.block_size
-        caches = {name: strided_cache(40, 2, size, 2, 4) for name in ATTENTION}
+        caches = {name: strided_cache(40, 2, size, 2, 4).to(dtype) for name in ATTENTION}
         if len(kv_config.kv_cache_groups) > 1:
             hs_size = kv_config.kv_cache_groups[1].kv_cache_spec.block_size
             caches[HS_LAYER] = strided_cache(40, hs_size, COLUMNS, HIDDEN)
@@ -103,10 +106,15 @@ def test_aligned_length(n: int, expected: int) -> None:
     assert aligned_length(n, 16) == expected
 
 
-@pytest.mark.parametrize("hs_block_size", [None, 16, 4])
-def test_another_engine_loads_the_same_bits(tmp_path: Path, hs_block_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("hs_block_size", "dtype"),
+    [(None, torch.float32), (16, torch.float32), (4, torch.float32), (16, torch.float8_e4m3fn)],
+)
+def test_another_engine_loads_the_same_bits(
+    tmp_path: Path, hs_block_size: int | None, dtype: torch.dtype
+) -> None:
     kv_config = cache_config(16, hs_block_size)
-    first = Engine.start(tmp_path, kv_config)
+    first = Engine.start(tmp_path, kv_config, dtype)
     groups: list[list[int]] = [[5, 3, 9]]
     others: list[list[int]] = [[1, 2, 30]]
     if hs_block_size is not None:
@@ -118,15 +126,16 @@ def test_another_engine_loads_the_same_bits(tmp_path: Path, hs_block_size: int |
         f"{name}.safetensors" for name in first.caches
     )
 
-    second = Engine.start(tmp_path, kv_config)
+    second = Engine.start(tmp_path, kv_config, dtype)
     request = prompt(40)
     assert second.scheduler.get_num_new_matched_tokens(request, 0) == (32, False)
     second.scheduler.update_state_after_alloc(request, None, 32)
     assert second.step(new_step(request, tuple(others), 32)) == set()
-    for name, cache in second.caches.items():
+    for name, kept in second.caches.items():
+        cache = kept.float()  # exact
         gid = 0 if name in ATTENTION else 1
         blocks = 32 // cache.shape[2 if gid == 0 else 1]
-        expected = first.caches[name][groups[gid][:blocks]]
+        expected = first.caches[name][groups[gid][:blocks]].float()
         assert torch.equal(cache[others[gid][:blocks]], expected)
         untouched = [b for b in range(40) if b not in others[gid][:blocks]]
         assert cache[untouched].isnan().all()

@@ -131,6 +131,15 @@ def test_a_drafter_without_state_does_not_count() -> None:
     assert model_identity(plain) == model_identity(drafting)
 
 
+@pytest.mark.parametrize("names", [("auto", "float32"), ("fp8", "fp8_e4m3")])
+def test_a_cache_dtype_counts_however_it_is_spelled(names: tuple[str, str]) -> None:
+    identities = [
+        model_identity(config_of(tiny_model("llama"), kv_cache_dtype=name))
+        for name in (*names, "bfloat16")
+    ]
+    assert identities[0] == identities[1] != identities[2]
+
+
 def test_files_follow_the_time_of_the_weights(tmp_path: Path) -> None:
     """Training may change what lies far from a file's end; peers' clocks say nothing."""
     config, cache = config_of(copy_of(tiny_model("llama"), tmp_path / "m")), cache_of(ATTENTION)

@@ -54,8 +54,12 @@ def test_refusals(config: VllmConfig) -> None:
         MultiHeadLatentAttention(SHAPE, "layer")
 
 
-def test_a_float8_cache_is_refused(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(current_platform), "supports_fp8_cache", True)
+@pytest.mark.parametrize("on_the_device", [True, False])
+def test_a_float8_cache_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch, on_the_device: bool
+) -> None:
+    """Another device would be of no help, so none is asked for."""
+    monkeypatch.setattr(type(current_platform), "supports_fp8_cache", on_the_device)
     config.cache_config.cache_dtype = "fp8"
     with pytest.raises(ValueError, match="does not read a float8 cache; use --kv-cache-dtype auto"):
         MultiHeadLatentAttention(SHAPE, "layer")

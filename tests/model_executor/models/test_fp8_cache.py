@@ -94,6 +94,7 @@ def test_results_and_specs(fp8_caches: None, monkeypatch: pytest.MonkeyPatch, fa
         ("llama", "{0}_proj.{0}_scale"),
         ("llama", "attn.{}_scale"),
         ("nemotron_h", "{0}_proj.{0}_scale"),
+        ("nemotron_h", "{}_scale"),
     ],
 )
 def test_scales_from_the_checkpoint(
@@ -150,3 +151,15 @@ def test_devices_and_backends_without_it_refuse(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PagedAttentionBackend, "supports_fp8_cache", False)
     with pytest.raises(ValueError, match="backend PAGED does not read a float8 cache"):
         harness(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "on_the_device", "others"),
+    [("llama", True, ", fp8"), ("llama", False, ""), ("deepseek_v3", True, "")],
+)
+def test_only_dtypes_that_are_read_are_named(
+    monkeypatch: pytest.MonkeyPatch, family: str, on_the_device: bool, others: str
+) -> None:
+    monkeypatch.setattr(type(current_platform), "supports_fp8_cache", on_the_device)
+    with pytest.raises(ValueError, match=f"supported: auto, float32{others}$"):
+        harness(tiny_model(family), "bfloat16")

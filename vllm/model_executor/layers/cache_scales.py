@@ -17,6 +17,7 @@ _NAMES = {
     for place, ours in (
         (f".{kind}_proj", ".attn"),
         (".self_attn", ".self_attn.attn"),
+        (".mixer", ".mixer.attn"),
         (".attn", ".attn"),
     )
 }
@@ -45,9 +46,11 @@ class CacheScales(nn.Module, AfterLoading):
 
 
 def rename_cache_scales(
-    weights: Iterable[tuple[str, Tensor]], used: bool
+    weights: Iterable[tuple[str, Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, Tensor]]:
-    """The stream with our names of the scales; without them, which is recorded, unless `used`."""
+    """The stream with our names of the scales; without them, which is recorded, where no layer of
+    the `model` that is loaded has any."""
+    used = any(isinstance(module, CacheScales) for module in model.modules())
     for name, tensor in weights:
         ending = next((old for old in _NAMES if name.endswith(old)), None)
         if ending is None:

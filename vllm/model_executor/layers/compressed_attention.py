@@ -15,7 +15,6 @@ from vllm.distributed.utils import per_rank
 from vllm.exceptions import VLLMValidationError
 from vllm.kernels.compressed_attention import ChooseProblem, CompressedAttentionProblem
 from vllm.kernels.compressed_attention.rotation import rotate_pairs
-from vllm.kernels.fp8 import FP8
 from vllm.model_executor.layers.attention import kv_cache_torch_dtype
 from vllm.model_executor.layers.compressor import Compressor, RowCache
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -156,7 +155,9 @@ class CompressedAttention(nn.Module):
         ranks = get_tp_group().world_size
         self.num_heads = per_rank("attention heads", shape.num_heads, ranks)
         self.num_groups = per_rank("groups of the output", shape.output_groups, ranks)
-        dtype = self._cache_dtype()
+        dtype = kv_cache_torch_dtype(
+            get_current_vllm_config(), never_fp8=f"{prefix}: compressed attention"
+        )
 
         def replicated(inputs: int, outputs: int, name: str) -> ReplicatedLinear:
             where = f"{prefix}.{name}"
@@ -212,15 +213,6 @@ class CompressedAttention(nn.Module):
             self.indexer = Indexer(shape, rope, dtype, f"{prefix}.indexer", quant_config)
 
     head_norm: Tensor
-
-    def _cache_dtype(self) -> torch.dtype:
-        dtype = kv_cache_torch_dtype(get_current_vllm_config())
-        if dtype is FP8:
-            raise VLLMValidationError(
-                f"{self.prefix}: compressed attention does not read a float8 cache; use "
-                "--kv-cache-dtype auto"
-            )
-        return dtype
 
     @property
     def compressors(self) -> list[Compressor]:

@@ -11,9 +11,7 @@ from vllm.compilation.graph_break import graph_break
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.utils import per_rank
-from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
-from vllm.kernels.fp8 import FP8
 from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention import kv_cache_torch_dtype
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -126,12 +124,9 @@ class MultiHeadLatentAttention(nn.Module, AttentionLayerBase, ReadsTiles):
 
     def _choose_backend(self, scale: float) -> None:
         config = get_current_vllm_config()
-        self.kv_cache_dtype = kv_cache_torch_dtype(config)
-        if self.kv_cache_dtype is FP8:
-            raise VLLMValidationError(
-                f"{self.layer_name}: latent attention does not read a float8 cache; use "
-                "--kv-cache-dtype auto"
-            )
+        self.kv_cache_dtype = kv_cache_torch_dtype(
+            config, never_fp8=f"{self.layer_name}: latent attention"
+        )
         self.attn_backend = get_latent_attn_backend()
         most_tokens = config.scheduler_config.max_num_batched_tokens
         self.impl = self.attn_backend.get_impl_cls()(scale, room=most_tokens * self.num_heads)

@@ -79,7 +79,6 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         self.prefix = prefix
         self.config = config
         self.dtype = vllm_config.model_config.dtype
-        self.uses_fp8_cache = vllm_config.cache_config.cache_dtype.startswith("fp8")
         self.weights_mapper = self.names_in(config)
         self.quant_config = vllm_config.quant_config
         if self.quant_config is not None:
@@ -156,7 +155,7 @@ class CausalLM(nn.Module, LeavesOutLayers, LoadsPart, SharesVocabulary):
         if self.quant_config is not None:
             names = WeightsMapper(orig_to_new_suffix=self.quant_config.suffixes)
             weights = widened(names.apply(weights), self.widened_names, self.dtype)
-        weights = rename_cache_scales(weights, used=self.uses_fp8_cache)
+        weights = rename_cache_scales(weights, self)
         loader = AutoWeightsLoader(
             self,
             fused=self.fused_names,

@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from vllm.config import VllmConfig
 from vllm.kernels.attention import QueryRows
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -157,6 +158,7 @@ class DFlashDraftModel(DraftVocabulary):
             fused=DecoderForCausalLM.fused_names,
             skip_prefixes=self.head_not_read() | _NOT_READ,
         )
-        loaded = loader.load_weights(self.without_maps(weights, maps))
+        weights = rename_cache_scales(self.without_maps(weights, maps), self)
+        loaded = loader.load_weights(weights)
         self.finish_vocabulary(maps, loaded)
         return loaded

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from vllm import decisions
 from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.self_attention import SelfAttentionShape
@@ -178,7 +179,8 @@ class Eagle3DraftModel(DraftHead, DraftVocabulary):
         loader = AutoWeightsLoader(
             self, fused=DecoderForCausalLM.fused_names, skip_prefixes=skipped
         )
-        loaded = loader.load_weights(self.without_maps(weights, maps))
+        weights = rename_cache_scales(self.without_maps(weights, maps), self)
+        loaded = loader.load_weights(weights)
         self.finish_vocabulary(maps, loaded)
         if self.embed_tokens is not None:
             absent = _EMBEDDING not in loaded

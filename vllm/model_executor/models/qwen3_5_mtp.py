@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vllm.config import VllmConfig
 from vllm.kernels.residual_stream import ResidualStream
+from vllm.model_executor.layers.cache_scales import rename_cache_scales
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.models.causal_lm import DecoderForCausalLM
@@ -92,4 +93,5 @@ class Qwen3_5MTP(DraftHead):
             raise WeightsError(
                 ["the checkpoint has no mtp.* tensors, which method mtp drafts with"]
             )
-        return AutoWeightsLoader(self, fused=DecoderForCausalLM.fused_names).load_weights(own)
+        loader = AutoWeightsLoader(self, fused=DecoderForCausalLM.fused_names)
+        return loader.load_weights(rename_cache_scales(own, self))

@@ -249,19 +249,27 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
         return f"heads={self.num_heads}/{self.num_kv_heads}, head_size={self.head_size}"
 
 
-def kv_cache_torch_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """Element type of cached keys and values; raises ValueError for one no kernel reads."""
+def kv_cache_torch_dtype(vllm_config: VllmConfig, never_fp8: str | None = None) -> torch.dtype:
+    """Element type of cached keys and values; raises ValueError for one no kernel reads.
+    `never_fp8`: the name of attention that reads float8 on no device."""
     asked = vllm_config.cache_config.cache_dtype
     model_dtype: torch.dtype = vllm_config.model_config.dtype
     chosen = get_kv_cache_torch_dtype(asked, model_dtype)
+    if chosen is FP8 and never_fp8 is not None:
+        raise VLLMValidationError(
+            f"{never_fp8} does not read a float8 cache; use --kv-cache-dtype auto"
+        )
     if chosen is FP8 and not current_platform.supports_fp8_cache:
         raise VLLMValidationError(
             f"kv cache dtype {asked!r} needs a CUDA device of compute capability 8.9 or higher; "
             "use auto"
         )
     if chosen is not FP8 and chosen is not model_dtype:
+        supported = ["auto", dtype_name(model_dtype)]
+        if never_fp8 is None and current_platform.supports_fp8_cache:
+            supported.append("fp8")
         raise VLLMValidationError(
             f"kv cache dtype {asked!r} is not supported with a {model_dtype} model; "
-            f"supported: auto, {dtype_name(model_dtype)}, fp8"
+            f"supported: {', '.join(supported)}"
         )
     return chosen

@@ -212,7 +212,7 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
             blocks = self._store.load(self._part(load.folder), name)[first:]
             if blocks.shape != (len(ids), *cache.shape[1:]) or blocks.dtype != cache.dtype:
                 raise ValueError(f"{name}: stored {tuple(blocks.shape)}, {blocks.dtype}: no fit")
-            cache.index_copy_(0, ids, blocks.to(cache.device))
+            _as_bytes(cache).index_copy_(0, ids, _as_bytes(blocks).to(cache.device))
 
     def _part(self, folder: str) -> str:
         return self._store.part(folder, get_tensor_model_parallel_rank())
@@ -230,7 +230,8 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         for store in self._metadata().stores:
             ids = self._block_index(store, layer_name, kv_layer)
             layers = self._gathered.setdefault(store.folder, {})
-            layers[layer_name] = kv_layer.index_select(0, ids)
+            blocks = _as_bytes(kv_layer).index_select(0, ids)
+            layers[layer_name] = blocks.view(kv_layer.dtype)
 
     def wait_for_save(self) -> None:
         """Write what the layers gathered. Waits for the device in steps that store something."""
@@ -347,6 +348,12 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+
+def _as_bytes(blocks: Tensor) -> Tensor:
+    """The same memory: torch does not copy blocks of every dtype by their numbers, of float8 none
+    on a CPU."""
+    return blocks.view(torch.uint8)
 
 
 def _check_spec(spec: KVCacheSpec) -> None:

@@ -15,6 +15,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.placements import expand
 from vllm.transformers_utils.config import read_config_dict
 from vllm.transformers_utils.configs.apriel2 import Apriel2TextConfig
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.version import __version__
 
@@ -27,6 +28,8 @@ _CONFIG_NOISE = ("_name_or_path", "transformers_version")
 def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
     """What the values of a layer's state depend on, however they lie in memory."""
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    # `auto` and the model's dtype, `fp8` and `fp8_e4m3` are two names of one.
+    cache_dtype = get_kv_cache_torch_dtype(vllm_config.cache_config.cache_dtype, model.dtype)
     return {
         "model_config": config_digest(model.hf_config.to_dict()),
         "placement": placement_identity(vllm_config),
@@ -40,7 +43,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, Any]:
         "engine_version": __version__,
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
         "dtype": str(model.dtype),
-        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "cache_dtype": str(cache_dtype),
         "quantization": str(model.quantization),
     }
 
