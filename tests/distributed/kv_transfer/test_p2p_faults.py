@@ -177,6 +177,7 @@ def test_a_peer_that_says_nonsense(
         assert engine.tokens[name] == expected_output(turn, 4)
         assert engine.worker._receiver._beat_s > 0  # type: ignore[attr-defined]
     assert "Traceback" not in caplog.text
+    _expect_text_only(caplog)
 
 
 def test_a_lease_ends_unless_it_is_extended(tmp_path: Path) -> None:
@@ -283,6 +284,7 @@ def test_a_peer_that_differs_is_refused(
         "ranks": "tensor_parallel_size is 1",
     }
     assert f"{named[what]} here and" in caplog.text
+    _expect_text_only(caplog)
 
 
 # ---- parts --------------------------------------------------------------------------------------
@@ -384,3 +386,9 @@ def test_an_engine_ends_while_it_extends_a_lease() -> None:
     closing.join(30)
     assert not closing.is_alive()
     server.close()
+
+
+def _expect_text_only(caplog: pytest.LogCaptureFixture) -> None:
+    """Who keeps records keeps no error, whose trace would keep the transport open."""
+    given = [argument for record in caplog.records for argument in record.args or ()]
+    assert not [argument for argument in given if isinstance(argument, BaseException)]

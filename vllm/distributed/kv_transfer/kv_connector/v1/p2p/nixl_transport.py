@@ -148,7 +148,7 @@ class NixlTransport(Transport):
                 try:
                     self._agent.remove_remote_agent(peer)
                 except Exception as error:
-                    logger.debug("NIXL does not let go of %s: %r", peer, error)
+                    logger.debug("NIXL does not let go of %s: %s", peer, repr(error))
 
     def close(self) -> None:
         for peer in list(self._peers):

@@ -145,16 +145,18 @@ class Receiver:
             with self._lock:
                 self._stats.add(**counts, receive_seconds=seconds)
         except (PeerLost, PeerRefused, HandshakeRefused, SealBroken, StillWriting, NoRoom) as error:
-            logger.error("request %s: its state cannot be fetched: %s", job.req_id, error)
+            # As text: who keeps the log's records would keep the trace, and what it passed through.
+            text = str(error)
+            logger.error("request %s: its state cannot be fetched: %s", job.req_id, text)
             if isinstance(error, SealBroken):
                 with self._lock:
                     self._stats.add(broken_seals=1)
         except (KeyError, IndexError, TypeError, ValueError, msgspec.MsgspecError) as error:
             logger.error(
-                "request %s: its state cannot be fetched: %s answers what no engine does: %r",
+                "request %s: its state cannot be fetched: %s answers what no engine does: %s",
                 job.req_id,
                 job.remote.host,
-                error,
+                repr(error),
             )
         except Exception:
             logger.exception("request %s: its state cannot be fetched", job.req_id)
