@@ -302,6 +302,7 @@ __global__ void __launch_bounds__(THREADS<GROUPS, HANDED>, 1)
   static_assert(HANDED || THREADS<GROUPS, HANDED> >= STAGES * TEAM_THREADS);
   if (!HANDED && threadIdx.x < STAGES * TEAM_THREADS) {
     clear_zeros(shared.stages[threadIdx.x / TEAM_THREADS].factors, threadIdx.x / 32 % 2);
+    shared_fence();
   }
   if (!HANDED && threadIdx.x < DIM / 2) {
     GateInputs(args, place.head, threadIdx.x).publish(threadIdx.x, shared.gates);

@@ -128,11 +128,7 @@ __device__ inline void make_chunk(const Role& role, float scale, float beta, boo
   if (strong) {
     products.add_pairs(factors.found() + role.part * CHUNK * CHUNK);
     __syncwarp();
-    if (role.part) {
-      clear_inverse(factors);
-    } else {
-      clear_products(factors);
-    }
+    clear_zeros(factors, role.part);
   }
   if (role.part) {
     publish_keys(products, beta, scales);

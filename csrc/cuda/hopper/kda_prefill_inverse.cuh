@@ -51,6 +51,16 @@ __device__ inline void clear_inverse(Factors& made) {
   *reinterpret_cast<uint4*>(rows + ((unit ^ row) << 4)) = uint4{};
 }
 
+// Clears what no chunk writes: a team's warp of part 0 that of the products, the other that of the
+// inverse.
+__device__ inline void clear_zeros(Factors& made, int part) {
+  if (part) {
+    clear_inverse(made);
+  } else {
+    clear_products(made);
+  }
+}
+
 // A column of a block's inverse as a row of its transpose, in unit `unit` or the next of its tile.
 __device__ inline void place_row(char* inverse, int unit, const float (&x)[BLOCK]) {
   const int lane = own_lane(), row = lane % BLOCK, second = lane / BLOCK % 2;

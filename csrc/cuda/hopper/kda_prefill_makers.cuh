@@ -81,17 +81,6 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
   }
 }
 
-// Clears what no chunk writes: a team's warp of part 0 that of the products, the other that of the
-// inverse.
-__device__ inline void clear_zeros(Factors& factors, int part) {
-  if (part) {
-    clear_inverse(factors);
-  } else {
-    clear_products(factors);
-  }
-  shared_fence();
-}
-
 // Where the factors of a sequence's chunk are handed over.
 struct Slot {
   char* factors;
@@ -175,6 +164,7 @@ __global__ void __launch_bounds__(HELPER_THREADS, 1)
   __syncthreads();
   const Role role(__shfl_sync(~0u, threadIdx.x / 32, 0));
   clear_zeros(shared.factors[role.team], role.part);
+  shared_fence();
   const int thread = threadIdx.x % TEAM_THREADS;
   const bool first = threadIdx.x % 32 == 0 && role.part == 0;
   Factors& factors = shared.factors[role.team];

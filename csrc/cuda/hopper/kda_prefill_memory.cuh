@@ -45,8 +45,8 @@ struct Half {
 // What a chunk needs besides its values and the state.
 struct Factors {
   Half halves[2];
-  // Columns 0 to 31: what multiplies the values' results in the output. Tiles off its triangle stay
-  // zero, and tiles and blocks of those of the next (`clear_zeros`).
+  // Columns 0 to 31: what multiplies the values' results in the output. What is off the triangle
+  // of tiles stays zero, and of the inverse's tiles and blocks (`clear_zeros`).
   char products[HALF_BYTES];
   // Columns 0 to 31: what multiplies values less what the state holds for the keys, transposed.
   // Before that, in the other units: the tiles on the diagonal of the inverse, without D.
