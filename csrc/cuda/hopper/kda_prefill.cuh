@@ -232,7 +232,7 @@ struct Scan {
     queue_fresh(operand, own);
     const Scales& scales = shared.scales[turn.stage];
     if (flags & BETWEEN) decay<0>(Decays(scales.between, 0, lane));
-    if (flags & BETWEEN << 8) decay<1>(Decays(scales.between, 1, lane));
+    if (flags & BETWEEN * SECOND) decay<1>(Decays(scales.between, 1, lane));
     products_wait<0>(fresh);
     chunk_scan::pack(operand, fresh);
     queue_update(operand, own);
@@ -244,26 +244,24 @@ struct Scan {
     // Between the products of two chunks, at once. After even ones it nearly always decays
     // (`Reference`): that need not wait for the flags.
     Decays first, second;
-    const bool known = chunk % 2 == 0 || flags & EITHER * AFTER;
+    const uint32_t known = chunk % 2 == 0 ? EITHER : flags / AFTER & EITHER;
     if (!last) flags = next.flags();
-    const bool passes = !last && (known || flags & (HANDED ? EITHER * BEFORE : JOINED));
-    if (passes) {
+    const uint32_t passes = last ? 0 : known | (HANDED ? flags & EITHER * BEFORE : joined(flags));
+    if (passes & FIRST) {
       first = Decays(next.before, 0, lane);
+      if (HANDED) first.multiply(Decays(scales.after, 0, lane));
+    }
+    if (passes & SECOND) {
       second = Decays(next.before, 1, lane);
-      if (HANDED) {
-        first.multiply(Decays(scales.after, 0, lane));
-        second.multiply(Decays(scales.after, 1, lane));
-      }
+      if (HANDED) second.multiply(Decays(scales.after, 1, lane));
     }
     const OfTokens of_queries(scales.q_scale, offsets.token);
     products_wait<0>(S);
     products_wait<0>(o);
     __syncwarp();
     if (lane == 0) arrive(used);
-    if (passes) {
-      decay<0>(first);
-      decay<1>(second);
-    }
+    if (passes & FIRST) decay<0>(first);
+    if (passes & SECOND) decay<1>(second);
     scale_output(of_queries);
     stage_output();
   }

@@ -12,25 +12,27 @@ namespace vllm_cuda {
 namespace kda_prefill {
 
 // Joins what the state decays by after the chunk before to what it does before this one: the scan
-// reads and multiplies once. Either factor is one, a power of two, or multiplies where no state is
-// ever stored (`Reference`), so bits do not depend on that. A warp does.
+// reads and multiplies once, and only a half that decays. Either factor is one, a power of two, or
+// multiplies where no state is ever stored (`Reference`), so bits do not depend on that. A warp
+// does.
 template <int GROUPS>
 __device__ inline void join_decays(int chunk, const Turn& turn, Shared<GROUPS>& shared) {
   Scales& own = shared.scales[turn.stage];
-  bool joined = own.flags() & EITHER * BEFORE;
+  uint32_t joined = own.flags() & EITHER * BEFORE;
   if (chunk > 0) {
     const bool wraps = turn.stage == 0;
     const int stage = wraps ? STAGES - 1 : turn.stage - 1;
     const Scales& last = shared.scales[stage];
     wait_parity(&shared.made[stage], turn.phase ^ wraps);
-    if (last.flags() & EITHER * AFTER) {
+    const uint32_t after = last.flags() & EITHER * AFTER;
+    if (after) {
       float4* const to = reinterpret_cast<float4*>(own.before) + own_lane();
       const float4 by = reinterpret_cast<const float4*>(last.after)[own_lane()], x = *to;
       *to = {x.x * by.x, x.y * by.y, x.z * by.z, x.w * by.w};
-      joined = true;
+      joined |= after / AFTER;
     }
   }
-  if (own_lane() == 0) own.when[2] = joined;
+  if (own_lane() == 0) own.when[2] = joined | joined >> 7;
 }
 
 // Beside those that scan: every TEAMS-th chunk is a team's. The next one is fetched as soon as a
@@ -72,10 +74,10 @@ __device__ inline void make(const Maps& maps, const KdaPrefillArgs& args, const 
     __syncwarp();
     if (first) arrive(&shared.made[turn.stage]);
     turn.advance(TEAMS);
-    if (first && role.part == 0 && chunk + TEAMS < place.chunks) {
-      // A stage that nobody has used is free.
+    if (role.part == 0 && chunk + TEAMS < place.chunks) {
+      // A stage that nobody has used is free. All lanes wait: one by itself asks over and over.
       wait_parity(&shared.used[turn.stage], turn.phase ^ 1);
-      fetch(chunk + TEAMS, turn.stage);
+      if (first) fetch(chunk + TEAMS, turn.stage);
     }
     __syncwarp();
   }

@@ -62,8 +62,12 @@ struct Stage {
 };
 
 enum When { BEFORE = 1, BETWEEN = 2, AFTER = 4 };
-// In `Scales::flags`: times EITHER, of any half; of joined decays.
-constexpr uint32_t EITHER = 0x101, JOINED = 0x10000;
+// In `Scales::flags`: of the halves.
+constexpr uint32_t FIRST = 1, SECOND = 0x100, EITHER = FIRST | SECOND;
+// Those whose joined decays are not all one (`Scales::when`).
+__device__ inline uint32_t joined(uint32_t flags) {
+  return flags >> 16 & FIRST | flags >> 9 & SECOND;
+}
 
 // What a chunk has per channel and token.
 struct alignas(16) Scales {
@@ -74,8 +78,8 @@ struct alignas(16) Scales {
   float q_scale[CHUNK];   // of the output's rows
   float k_norm[CHUNK];    // lengths of the keys
   float strength[CHUNK];  // beta over the square of that
-  // When the columns of either half decay: BEFORE, BETWEEN, AFTER; then whether they do before the
-  // chunk's products once what the chunk before has in `after` is joined to `before`.
+  // When the columns of either half decay: BEFORE, BETWEEN, AFTER; then which halves do before the
+  // chunk's products once what the chunk before has in `after` is joined to `before`, a bit each.
   uint8_t when[4];
   __device__ uint32_t flags() const { return *reinterpret_cast<const uint32_t*>(when); }
 };
