@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -163,6 +164,25 @@ def test_coarse_sizes_run_once_before_their_capture() -> None:
         steps.graphs.capture(size)
     assert steps.ran == [6, 6, 4, 4, 2, 2, 1, 1, 3]
     assert steps.ran_briefly == [6, 4, 2, 1], "what is captured is the whole step"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_inside_a_capture(
+    collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And afterwards by itself only where it was before."""
+    steps, seen = Steps([1, 2], split=False), []
+    capture = steps.graphs.capture
+    monkeypatch.setattr(
+        steps.graphs, "capture", lambda size: (seen.append(gc.isenabled()), capture(size))
+    )
+    was_on = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        StepGraphs({1: steps.graphs}).capture_all()
+        assert (seen, gc.isenabled()) == ([False, False], collects)
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 def test_capture_order_serves_every_batch_early() -> None:

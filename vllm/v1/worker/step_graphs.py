@@ -9,13 +9,13 @@ is safe because one stream runs them all.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 from tqdm import tqdm
 
+from vllm.utils.imports import gc_paused
 from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.worker.graph_set import GraphSet
 
@@ -102,11 +102,8 @@ class StepGraphs:
         for graphs in self._sets():
             if graphs.pending:
                 # A collection inside a capture could free what it may not touch.
-                gc.disable()
-                try:
+                with gc_paused():
                     graphs.capture(graphs.pending[0])
-                finally:
-                    gc.enable()
                 return True
         return False
 
@@ -114,7 +111,6 @@ class StepGraphs:
         """Capture every pending size."""
         if not self.num_pending:
             return
-        gc.collect()
         for _ in tqdm(range(self.num_pending), desc="capturing graphs", unit="graph"):
             self.capture_next()
 

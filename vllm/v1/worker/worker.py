@@ -261,6 +261,8 @@ class Worker(WorkerPlacements):
             return
         self.await_kernels()
         with self.at_work():
+            # What loading left behind is not there while memory for graphs is taken.
+            gc.collect()
             warm_up(self.model_runner)
         self._report_unforeseen_kernels()
 
