@@ -246,7 +246,8 @@ struct Scan {
     Decays first, second;
     const uint32_t known = chunk % 2 == 0 ? EITHER : flags / AFTER & EITHER;
     if (!last) flags = next.flags();
-    const uint32_t passes = last ? 0 : known | (HANDED ? flags & EITHER * BEFORE : joined(flags));
+    const uint32_t passes =
+        last ? 0 : known | (HANDED ? flags & EITHER * BEFORE : joined_halves(flags));
     if (passes & FIRST) {
       first = Decays(next.before, 0, lane);
       if (HANDED) first.multiply(Decays(scales.after, 0, lane));

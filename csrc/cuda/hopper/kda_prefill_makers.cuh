@@ -18,7 +18,7 @@ namespace kda_prefill {
 template <int GROUPS>
 __device__ inline void join_decays(int chunk, const Turn& turn, Shared<GROUPS>& shared) {
   Scales& own = shared.scales[turn.stage];
-  uint32_t joined = own.flags() & EITHER * BEFORE;
+  uint32_t halves = own.flags() & EITHER * BEFORE;
   if (chunk > 0) {
     const bool wraps = turn.stage == 0;
     const int stage = wraps ? STAGES - 1 : turn.stage - 1;
@@ -29,10 +29,10 @@ __device__ inline void join_decays(int chunk, const Turn& turn, Shared<GROUPS>& 
       float4* const to = reinterpret_cast<float4*>(own.before) + own_lane();
       const float4 by = reinterpret_cast<const float4*>(last.after)[own_lane()], x = *to;
       *to = {x.x * by.x, x.y * by.y, x.z * by.z, x.w * by.w};
-      joined |= after / AFTER;
+      halves |= after / AFTER;
     }
   }
-  if (own_lane() == 0) own.when[2] = joined | joined >> 7;
+  if (own_lane() == 0) own.when[2] = halves | halves >> 7;
 }
 
 // Beside those that scan: every TEAMS-th chunk is a team's. The next one is fetched as soon as a

@@ -65,7 +65,7 @@ enum When { BEFORE = 1, BETWEEN = 2, AFTER = 4 };
 // In `Scales::flags`: of the halves.
 constexpr uint32_t FIRST = 1, SECOND = 0x100, EITHER = FIRST | SECOND;
 // Those whose joined decays are not all one (`Scales::when`).
-__device__ inline uint32_t joined(uint32_t flags) {
+__device__ inline uint32_t joined_halves(uint32_t flags) {
   return flags >> 16 & FIRST | flags >> 9 & SECOND;
 }
 
