@@ -181,7 +181,7 @@ def test_an_implementation_that_returns_its_output_has_not_filled_it() -> None:
     q, kv = torch.zeros(3, 128), torch.zeros(3, 64)
     with (
         set_forward_context(context),
-        pytest.raises(TypeError, match="ReturnsOutput.forward returned Tensor; it has to fill"),
+        pytest.raises(TypeError, match="ReturnsOutput.forward returned a Tensor; it has to fill"),
     ):
         layer(q, kv, kv)
 

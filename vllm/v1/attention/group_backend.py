@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layer_errors import naming_layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.interface_check import check_backend
@@ -16,8 +17,9 @@ def group_backend(
 ) -> type[AttentionBackend]:
     """VLLMValidationError for layers of several backends, and for a class that is none."""
     first, *others = layer_names
-    backend = layers[first].get_attn_backend()
-    check_backend(backend)
+    with naming_layer(first):
+        backend = layers[first].get_attn_backend()
+        check_backend(backend)
     for name in others:
         other = layers[name].get_attn_backend()
         if other is not backend:

@@ -17,6 +17,7 @@ from vllm.kernels.rotary import RotaryProblem
 from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
+from vllm.model_executor.layers.fill import fill
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name, get_kv_cache_torch_dtype
@@ -231,12 +232,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
 
     @graph_break
     def _attend(self, query: Tensor, gate: Tensor | None, out: Tensor) -> None:
-        returned = self.impl.forward(query, self.kv_cache, self.metadata(), out, gate)
-        if returned is not None:
-            raise TypeError(
-                f"{type(self.impl).__name__}.forward returned {type(returned).__name__}; it has to "
-                "fill `out` and return None"
-            )
+        fill(self.impl.forward, query, self.kv_cache, self.metadata(), out, gate)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend
