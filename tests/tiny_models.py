@@ -121,10 +121,7 @@ _SCALES = {
 }
 # Sharper attention makes text depend more on the prompt, but amplifies bf16 rounding.
 _LLAMA_SHARPNESS = 3.0
-_WITHOUT_HEAD_NORMS = (
-    *("llama", "mistral", "mixtral", "qwen2", "kimi_linear", "deepseek_v2", "deepseek_v3"),
-    *("gpt_oss", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
-)
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _HEAD_NORM_GAIN = 2.0
 #: of norms of branches beside embeddings that the model scales up
 _BRANCH_NORM_GAIN = 4.0
@@ -197,15 +194,17 @@ def _is_one_plus(model: PreTrainedModel) -> bool:
 
 
 def _sharpen_attention(model: PreTrainedModel) -> None:
+    """By the norms of q and k; where there are none, by what projects them."""
+    has_norms = any(name.endswith(_HEAD_NORMS) for name, _ in model.named_parameters())
     for name, param in model.named_parameters():
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
+        if name.endswith(_HEAD_NORMS):
             offset = 1.0 if _is_one_plus(model) else 0.0
             param.data = (param.data + offset) * _HEAD_NORM_GAIN - offset
         elif "gemma3" in model.config.model_type and name.endswith(
             ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
         ):
             param.data = (param.data + 1) * _BRANCH_NORM_GAIN - 1
-        elif model.config.model_type in _WITHOUT_HEAD_NORMS and name.endswith(
+        elif not has_norms and name.endswith(
             ("q_proj.weight", "q_b_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
         ):
             param.data *= _LLAMA_SHARPNESS

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -40,10 +41,14 @@ def test_its_names_are_there(names: list[str], modules: tuple[ModuleType, ...]) 
 def test_its_lists_are_in_the_files_that_it_names() -> None:
     for name, path in (
         ("CONFIGS", "tests/tiny_configs.py"),
-        ("_WITHOUT_HEAD_NORMS", "tests/tiny_models.py"),
+        ("_SCALES", "tests/tiny_models.py"),
         ("PARTS_OF_OTHERS", "tests/parity/test_ranks.py"),
+        ("ELSEWHERE", "tests/parity/test_ranks.py"),
+        ("ELSEWHERE", "tests/compilation/graph_safety/test_registries.py"),
+        ("FAMILY_SHAPES", "tests/entrypoints/family_templates.py"),
+        ("RELEASED", "tests/model_executor/models/test_released_names.py"),
         ("RELEASED", "tests/config/test_family_generation_configs.py"),
         ("_OWN_CONFIGS", "vllm/transformers_utils/config.py"),
     ):
-        assert name in TEXT and path in TEXT
+        assert name in TEXT and (path in TEXT or f"`{Path(path).name}` beside" in TEXT)
         assert re.search(rf"^{name}\b.* = ", (ROOT / path).read_text(), re.MULTILINE), name

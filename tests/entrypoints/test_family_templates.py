@@ -72,7 +72,10 @@ async def server_prompt(
 
 
 def test_every_family_has_a_shape() -> None:
-    assert set(FAMILY_SHAPES) == set(FAMILIES)
+    assert set(FAMILY_SHAPES) == set(FAMILIES), (
+        "say in FAMILY_SHAPES of tests/entrypoints/family_templates.py which shape the family's "
+        "chat template has"
+    )
     assert set(FAMILY_SHAPES.values()) == set(SHAPES)
 
 

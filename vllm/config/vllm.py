@@ -96,8 +96,9 @@ class VllmConfig:
     )
     attention_backend: str | None = option(
         default=None,
-        help="Backend of paged attention: PAGED (own kernels) or FLASHINFER (CUDA, compiles at "
-        "first use); default: chosen and recorded.",
+        help="Backend of paged attention: PAGED (own kernels), FLASHINFER (CUDA, compiles at first "
+        "use), or a class outside the package, as my_package.my_backend.MyBackend; default: chosen "
+        "and recorded.",
     )
     attention_config: AttentionConfig | None = option(
         default=None,

@@ -280,6 +280,34 @@ def test_ranks_have_marks_of_their_own_up_to_a_number(num_workers: int) -> None:
         ConnectorCase(OFFLOADING, num_workers=num_workers)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kinds": ("atention", "window")}, "kinds atention: among attention, window, "),
+        ({"kinds": ()}, "kinds none: among attention"),
+        ({"config": ["OffloadingConnector"]}, "config .*: a JSON object"),
+    ],
+)
+def test_a_case_that_would_test_nothing(fields: dict[str, Any], says: str) -> None:
+    """Every check would be skipped, as for a kind that the connector does not serve."""
+    with pytest.raises(ValueError, match=says):
+        ConnectorCase(**{"config": OFFLOADING, **fields})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kv-connector", '{"kv_connector"'], "--kv-connector is no JSON: Expecting ':'"),
+        (["--kv-connector", "{}", "--kv-connector-kinds", "all"], "kinds all: among attention"),
+    ],
+)
+def test_wrong_options_are_named(options: list[str], says: str) -> None:
+    line = ["pytest", "-q", "-p", "vllm.testing.connectors", "--pyargs"]
+    line += ["vllm.testing.connectors.suite", "-k", "exact-bits-window", *options]
+    ran = run_python(*line, "-p", "no:cacheprovider")
+    assert "1 error" in ran.stdout and says in ran.stdout
+
+
 def test_plugin_from_the_command_line(tmp_path: Path) -> None:
     config = json.dumps(sample(tmp_path, "one-rank-raises").config)
     line = ["pytest", "-q", "-p", "vllm.testing.connectors", "--pyargs"]

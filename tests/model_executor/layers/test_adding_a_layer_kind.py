@@ -162,3 +162,38 @@ def test_rows_without_a_request_write_nothing() -> None:
 def test_layers_of_a_kind_share_a_spec(harness: Harness) -> None:
     specs = {layer.get_kv_cache_spec(harness.config) for layer in harness.layers.values()}
     assert len(harness.layers) == 4 and len(specs) == 1
+
+
+class ReturningAverage(MovingAverage):
+    """Gives its output back, as most layers do."""
+
+    def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return tokens[0] + 1
+
+
+class ReturningLayer(AverageLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        self.mixer = ReturningAverage(self.mixer.hidden_size, f"{prefix}.mixer")
+
+
+class ReturningForCausalLM(AverageForCausalLM):
+    layer_class = ReturningLayer
+
+
+def test_an_output_that_is_returned_is_not_filled_in() -> None:
+    harness = harness_of(ReturningForCausalLM)
+    harness.logits([Chunk(0, 0, [20, 21])])
+    says = "layers.0.mixer: ReturningAverage.decode returned a Tensor; it has to fill `out`"
+    with pytest.raises(TypeError, match=says):
+        harness.logits([Chunk(0, 2, [22])])
+
+
+class BareDtype(MovingAverage):
+    def state_dtypes(self, vllm_config: VllmConfig) -> torch.dtype:  # type: ignore[override]
+        return torch.float32
+
+
+def test_a_bare_dtype_is_named(harness: Harness) -> None:
+    with pytest.raises(ValueError, match=r"float32 are no tuple .* as \(torch.float32,\)"):
+        BareDtype(2, "mixer").get_kv_cache_spec(harness.config)

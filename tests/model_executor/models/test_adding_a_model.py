@@ -109,6 +109,23 @@ def test_registered_family_equals_transformers(path: Path, by_name: bool) -> Non
     assert harness.generate(ids, 8, chunk_size=16, seq=1) == hf_reference_generate(path, ids, 8)
 
 
+class ReadsMoreLayer(ExampleLayer):
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config, prefix)
+        self.size = vllm_config.model_config.hf_text_config.mixer_size
+
+
+class ReadsMoreForCausalLM(ExampleForCausalLM):
+    layer_class = ReadsMoreLayer
+
+
+def test_a_field_that_the_config_has_not_is_named(path: Path) -> None:
+    ModelRegistry.register_model("ReadsMoreForCausalLM", ReadsMoreForCausalLM)
+    says = r"layers.0: 'LlamaConfig' object has no attribute 'mixer_size'; config.json has to give"
+    with pytest.raises(ValueError, match=says):
+        Harness(path, config=config_of(path, "ReadsMoreForCausalLM"))
+
+
 def test_a_rank_has_its_heads(path: Path) -> None:
     config = config_of(path, "LlamaForCausalLM")
     with set_current_vllm_config(config), as_rank(0, 2):

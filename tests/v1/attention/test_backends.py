@@ -186,6 +186,9 @@ def test_unknown_names_list_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selector, "get_current_vllm_config", lambda: config)
     with pytest.raises(ValueError, match="PAGED, FLASHINFER"):
         selector.get_attn_backend(128, torch.bfloat16)
+    config.attention_backend = "my_package.plain.Plain"
+    with pytest.raises(ValueError, match="--attention-backend: cannot import 'my_package.*PYTHONP"):
+        selector.get_attn_backend(128, torch.bfloat16)
     with pytest.raises(ValueError, match="gdn_attn"):
         selector.get_mamba_attn_backend("linear_attention")
     assert selector.get_mamba_attn_backend("gdn_attn") is GDNAttentionBackend

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.kernels.residual_stream import ResidualStream
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fill import fill
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator
 from vllm.model_executor.parameter import empty_parameter, sections_loader, sharded_section
@@ -57,13 +58,13 @@ class RecurrentMixer(nn.Module, AttentionLayerBase):
         blocks = context.decode_blocks[self.layer_name]
         rows = blocks.shape[0] * context.decode_width
         if rows:
-            self.decode(blocks, out[:rows], *(each[:rows] for each in tokens))
+            fill(self.decode, blocks, out[:rows], *(each[:rows] for each in tokens))
         if context.only_decodes:
             return
         batch: PrefillBatch = self.metadata().batch
         if not batch.is_empty:
             own = batch.rows
-            self.prefill(batch, out[own], *(each[own] for each in tokens))
+            fill(self.prefill, batch, out[own], *(each[own] for each in tokens))
 
     @abstractmethod
     def decode(self, blocks: Tensor, out: Tensor, *tokens: Tensor) -> None:

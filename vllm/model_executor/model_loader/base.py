@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.exceptions import VLLMValidationError
@@ -31,12 +32,20 @@ def initialize_model(
     """The model with uninitialised weights on the default device, in the default dtype.
 
     Raises ValueError for an unsupported architecture, one whose layers are never told how their
-    weights are to be quantised, and one that does not say that it has recurrent layers.
+    weights are to be quantised, one that does not say that it has recurrent layers, and a config
+    without a field that the model reads.
     """
     model_config = model_config or vllm_config.model_config
     model_cls, name = ModelRegistry.resolve_model_cls(model_config.architectures)
     with set_current_vllm_config(vllm_config):
-        model = model_cls(vllm_config=vllm_config, prefix=prefix)
+        try:
+            model = model_cls(vllm_config=vllm_config, prefix=prefix)
+        except AttributeError as error:
+            if not isinstance(error.obj, PretrainedConfig):
+                raise
+            raise VLLMValidationError(
+                f"{error}; config.json has to give it, or the config class a default", "model"
+            ) from error
     if vllm_config.quant_config is not None:
         _check_quantised(model, name, vllm_config.quant_config.name)
     if not (model_config.is_hybrid or isinstance(model, IsHybrid)):

@@ -77,9 +77,16 @@ def connector_case(request: pytest.FixtureRequest) -> ConnectorCase:
     given = request.config.getoption("--kv-connector")
     if given is None:
         pytest.fail("name a connector: --kv-connector '{\"kv_connector\": ...}'", pytrace=False)
-    return ConnectorCase(
-        json.loads(given),
-        kinds=tuple(request.config.getoption("--kv-connector-kinds").split(",")),
-        loads=not request.config.getoption("--kv-connector-stores-only"),
-        num_workers=request.config.getoption("--kv-connector-workers"),
-    )
+    try:
+        config = json.loads(given)
+    except json.JSONDecodeError as error:
+        pytest.fail(f"--kv-connector is no JSON: {error}", pytrace=False)
+    try:
+        return ConnectorCase(
+            config,
+            kinds=tuple(request.config.getoption("--kv-connector-kinds").split(",")),
+            loads=not request.config.getoption("--kv-connector-stores-only"),
+            num_workers=request.config.getoption("--kv-connector-workers"),
+        )
+    except ValueError as error:
+        pytest.fail(f"what --kv-connector and its options say: {error}", pytrace=False)

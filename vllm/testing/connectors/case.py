@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.testing.connectors.layouts import LAYOUTS
 from vllm.testing.connectors.state import MAX_RANKS
 
 #: how data goes bad on its way: a flipped bit, missing, cut off, the store out of reach
@@ -75,7 +76,9 @@ class ConnectorCase:
     """`config`: a `kv_transfer_config`; `{storage}` in its strings becomes a directory of the test.
     `kinds`: kinds of models it serves, of `vllm.testing.connectors.layouts.LAYOUTS`.
     `damage`: how the test damages what it stored. `loads`: whether it brings prompts back.
-    `num_workers`: tensor-parallel ranks, each with an arena and a worker side."""
+    `num_workers`: tensor-parallel ranks, each with an arena and a worker side.
+
+    ValueError for what is none of these."""
 
     config: dict[str, Any]
     kinds: tuple[str, ...] = ("attention", "window", "hybrid")
@@ -85,6 +88,11 @@ class ConnectorCase:
     num_workers: int = 1
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, dict):
+            raise ValueError(f"config {self.config!r}: a JSON object, as kv_transfer_config is")
+        unknown = [kind for kind in self.kinds if kind not in LAYOUTS]
+        if unknown or not self.kinds:
+            raise ValueError(f"kinds {', '.join(unknown) or 'none'}: among {', '.join(LAYOUTS)}")
         if not 1 <= self.num_workers <= MAX_RANKS:
             raise ValueError(f"num_workers {self.num_workers}: 1 to {MAX_RANKS}")
 

@@ -57,7 +57,8 @@ def _expect_loads(engine: SimulatedEngine) -> None:
         [turn] = _next_turns([turn], [engine.tokens[name]])
         engine.evict_device()
     lengths = f"a prompt of {len(PROMPTS[2])} tokens, nor its next turn"
-    raise ContractViolation("nothing-loaded", lengths)
+    aim = "--kv-connector-stores-only (loads=False) is for connectors that bring nothing back"
+    raise ContractViolation("nothing-loaded", f"{lengths}; {aim}")
 
 
 def check_one_group(case: ConnectorCase, kind: str, directory: Path) -> None:

@@ -105,6 +105,10 @@ class AttentionBackend(ABC):
     supports_fp8_cache: ClassVar[bool] = False
     #: whether the implementation takes attention sinks into account, which the layer sets
     supports_sinks: ClassVar[bool] = False
+    #: whether the implementation takes another `sliding_window` than None
+    supports_sliding_window: ClassVar[bool] = False
+    #: whether the implementation reads its `rows`, which the layer sets; without, they are tokens
+    supports_row_blocks: ClassVar[bool] = False
 
     @staticmethod
     @abstractmethod
@@ -112,5 +116,6 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
-        """What runs one layer's attention; recurrent layers call the kernels themselves."""
+        """What runs one layer's attention, where an `Attention` layer asks; others call the kernels
+        themselves."""
         raise NotImplementedError("this backend has no attention implementation")

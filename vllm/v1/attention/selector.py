@@ -11,25 +11,32 @@ from vllm import decisions
 from vllm.config import get_current_vllm_config
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.utils.class_registry import resolve_class
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.latent import LatentAttentionBackend
 from vllm.v1.attention.backends.paged import PagedAttentionBackend
+from vllm.v1.attention.interface_check import check_implementation
 from vllm.v1.kv_cache_interface import MambaAttentionBackendEnum
 
 _NAMES = ("PAGED", "FLASHINFER")
 
 
-def get_attn_backend(head_size: int, dtype: torch.dtype) -> type[AttentionBackend]:
-    """The paged-attention backend of this run for heads of `head_size` kept as `dtype`.
+def get_attn_backend(
+    head_size: int, dtype: torch.dtype, own: type[AttentionBackend] | None = None
+) -> type[AttentionBackend]:
+    """The paged-attention backend of this run for heads of `head_size` kept as `dtype`, or the
+    layer's `own`.
 
-    Raises ValueError for a name that is unknown, or cannot run here or with what is configured.
+    Raises ValueError for a name that is unknown, a class that is no such backend, and one that
+    cannot run here or with what is configured.
     """
     config = get_current_vllm_config()
-    backend = _backend_of(config.attention_backend, head_size, dtype)
+    backend = own or _backend_of(config.attention_backend, head_size, dtype)
+    check_implementation(backend)
     if config.drafter is not None and backend.plans_on_host:
         raise VLLMValidationError(
-            f"--attention-backend {backend.name} plans its work on the host, which does not know "
+            f"the attention backend {backend.name} plans its work on the host, which does not know "
             "how many draft tokens were accepted, so it cannot run with a drafter "
             "(--speculative-config); use PAGED"
         )
@@ -40,6 +47,13 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
     if asked is None:
         decisions.record("attention backend", "PAGED", "own kernels need no run-time compilation")
         return PagedAttentionBackend
+    if "." in asked:
+        try:
+            return resolve_class(asked)
+        except VLLMValidationError as error:
+            raise VLLMValidationError(
+                f"--attention-backend: {error}; name the folder of its package in PYTHONPATH"
+            ) from error
     name = asked.upper()
     if name == "PAGED":
         return PagedAttentionBackend
@@ -62,7 +76,8 @@ def _backend_of(asked: str | None, head_size: int, dtype: torch.dtype) -> type[A
 
         return FlashInferBackend
     raise VLLMValidationError(
-        f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}"
+        f"--attention-backend {asked} is unknown; choose from {', '.join(_NAMES)}, or name a class "
+        "of your own as package.module.Class"
     )
 
 

@@ -53,6 +53,11 @@ class MambaSpec(KVCacheSpec):
                 f"state shapes {self.shapes} are no tuples, one for each state, as "
                 "((64,),) for one vector of 64"
             )
+        if not isinstance(self.dtypes, tuple):
+            raise ValueError(
+                f"state dtypes {self.dtypes} are no tuple with one for each state, as "
+                "(torch.float32,)"
+            )
         if len(self.shapes) != len(self.dtypes):
             raise ValueError(
                 f"{len(self.shapes)} state shapes, but {len(self.dtypes)} dtypes; give one for each"

@@ -72,7 +72,7 @@ def full_graphs_forbidden(
     """Why decode steps cannot be captured whole, or None."""
     for backend in backends:
         if not backend.supports_full_graph:
-            return f"attention backend {backend.name} plans every step on the host"
+            return f"attention backend {backend.name} supports no graph of a whole step"
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_connector is not None:
         connector = KVConnectorFactory.get_connector_class(transfer)

@@ -30,6 +30,7 @@ from vllm.model_executor.placements import (
 )
 from vllm.model_executor.state_layers import collect_layers, hand_over_layers, layer_specs
 from vllm.platforms import current_platform
+from vllm.v1.attention.group_backend import group_backend
 from vllm.v1.core.sched.output import BlockOperation
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, PlacementGroups
 from vllm.v1.spec_decode.drafter import (
@@ -296,7 +297,7 @@ class ModelOnDevice:
             if not group.layer_names:
                 groups.append(StateGroup([], group.kv_cache_spec, None))
                 continue
-            backend = layers[group.layer_names[0]].get_attn_backend()
+            backend = group_backend(group.layer_names, layers)
             builder = backend.get_builder_cls()(
                 group.kv_cache_spec, group.layer_names, self.vllm_config, self.device
             )

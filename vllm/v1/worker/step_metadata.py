@@ -13,7 +13,11 @@ from torch import Tensor
 
 from vllm.forward_context import ForwardContext
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.block_tables import BlockTables, GroupBlockTable
 from vllm.v1.worker.input_batch import StepOrder
@@ -28,6 +32,17 @@ class StateGroup:
     layer_names: list[str]
     spec: KVCacheSpec
     builder: AttentionMetadataBuilder[Any] | None
+
+    def build(self, common: CommonAttentionMetadata) -> AttentionMetadata:
+        """The metadata of a group with layers here; TypeError for a builder that gives none."""
+        assert self.builder is not None, "the group's layers are on other pipeline stages"
+        metadata = self.builder.build(common)
+        if not isinstance(metadata, AttentionMetadata):
+            raise TypeError(
+                f"{type(self.builder).__name__}.build returned {type(metadata).__name__}; it has "
+                "to return an AttentionMetadata"
+            )
+        return metadata
 
 
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -130,8 +145,7 @@ class StepMetadata:
                 context.decode_blocks[name] = states
         for index, places in slots.items():
             group, table = self._groups[index], self._tables.groups[index]
-            assert group.builder is not None, "drafters need one pipeline stage"
-            metadata = group.builder.build(
+            metadata = group.build(
                 CommonAttentionMetadata(
                     num_reqs=count,
                     num_tokens=count * width,
@@ -174,7 +188,7 @@ def _add(
         return
     block_table, block_table_cpu, prefill_block_table = gathered
     slots = table.slots[: inputs.num_padded]
-    metadata = group.builder.build(
+    metadata = group.build(
         make(
             query_start_loc=inputs.query_start_loc,
             query_start_loc_cpu=inputs.query_start_loc_cpu,

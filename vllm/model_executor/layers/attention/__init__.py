@@ -17,6 +17,7 @@ from vllm.kernels.rotary import RotaryProblem
 from vllm.kernels.tuning.shapes import AttentionShape, KernelShapes, ReadsTiles
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.cache_scales import CacheScales
+from vllm.model_executor.layers.fill import fill
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import dtype_name, get_kv_cache_torch_dtype
@@ -31,6 +32,8 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
     Causal, unless the tokens of a request are a block (`rows`). Two entries. `forward(query, key,
     value)` takes finished projections. `forward_qkv` takes the fused qkv projection and does head
     norms, rotation, cache write and attention in one go.
+
+    `sinks [heads]` fp32 are a parameter of whoever projects: see `AttentionProblem`.
     """
 
     decode_launches = 2
@@ -67,14 +70,15 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = per_layer_sliding_window
         self.kv_cache_dtype = kv_cache_torch_dtype(config)
-        self.attn_backend = attn_backend or get_attn_backend(head_size, self.kv_cache_dtype)
+        self.attn_backend = get_attn_backend(head_size, self.kv_cache_dtype, attn_backend)
+        self._check_capabilities(rows, sinks)
         self.impl = self.attn_backend.get_impl_cls()(
             num_heads, head_size, scale, self.num_kv_heads, per_layer_sliding_window
         )
         self.impl.rows = rows
         self.has_sinks = sinks is not None
         if sinks is not None:
-            self._set_sinks(sinks)
+            self.impl.sinks = sinks
         self.cache_scales = self._make_cache_scales()
         self.layer_name = prefix
         #: tokens after a row's own that its keys and values depend on (a draft head's: 1)
@@ -84,14 +88,19 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
     def decode_flops_per_element(self) -> float:
         return 2.0 * self.num_heads / self.num_kv_heads
 
-    def _set_sinks(self, sinks: Tensor) -> None:
-        """`sinks [heads]` fp32, a parameter of whoever projects: see `AttentionProblem`."""
-        if not self.attn_backend.supports_sinks:
-            raise VLLMValidationError(
-                f"the attention backend {self.attn_backend.name} has no attention sinks; use "
-                "--attention-backend PAGED"
-            )
-        self.impl.sinks = sinks
+    def _check_capabilities(self, rows: QueryRows, sinks: Tensor | None) -> None:
+        """VLLMValidationError for what the layer asks of the backend and that does not have."""
+        backend = self.attn_backend
+        for asked, supported, what in (
+            (self.sliding_window is not None, backend.supports_sliding_window, "sliding windows"),
+            (rows is not QueryRows.TOKENS, backend.supports_row_blocks, "blocks of draft rows"),
+            (sinks is not None, backend.supports_sinks, "attention sinks"),
+        ):
+            if asked and not supported:
+                raise VLLMValidationError(
+                    f"the attention backend {backend.name} has no {what}; use "
+                    "--attention-backend PAGED"
+                )
 
     def _make_cache_scales(self) -> CacheScales | None:
         if self.kv_cache_dtype is not FP8:
@@ -125,7 +134,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
 
     @graph_break
     def _cache_and_attend(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
-        slots = self.metadata().slot_mapping
+        slots = get_forward_context().slot_mapping[self.layer_name]
         k_scale, v_scale = self._written_scales()
         current_platform.kernels.write_kv_cache(
             key, value, self.kv_cache, slots, k_scale=k_scale, v_scale=v_scale
@@ -223,7 +232,7 @@ class Attention(nn.Module, AttentionLayerBase, ReadsTiles):
 
     @graph_break
     def _attend(self, query: Tensor, gate: Tensor | None, out: Tensor) -> None:
-        self.impl.forward(query, self.kv_cache, self.metadata(), out, gate)
+        fill(self.impl.forward, query, self.kv_cache, self.metadata(), out, gate)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend

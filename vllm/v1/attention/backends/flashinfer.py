@@ -149,6 +149,7 @@ class FlashInferBackend(AttentionBackend):
 
     name = "FLASHINFER"
     plans_on_host = True
+    supports_sliding_window = True
 
     @staticmethod
     def get_builder_cls() -> type[FlashInferMetadataBuilder]:

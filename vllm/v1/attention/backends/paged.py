@@ -109,6 +109,8 @@ class PagedAttentionBackend(AttentionBackend):
     supports_full_graph = True
     supports_fp8_cache = True
     supports_sinks = True
+    supports_sliding_window = True
+    supports_row_blocks = True
 
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
