@@ -34,7 +34,7 @@ from datasets.arrow_writer import ArrowWriter
 from safetensors import SafetensorError, safe_open
 from training_text import Sample
 
-from vllm.hidden_states_storage import read_hidden_states
+from vllm.hidden_states_storage import read_hidden_states, stored_layer_ids
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ class DrafterDataset:
         self._settings_file = path / "extraction.json"
         #: of the rows of the first sample that was looked at
         self._form: str | None = None
+        #: of the first one that says them
+        self._layers_seen: list[int] | None = None
 
     @property
     def is_prepared(self) -> bool:
@@ -181,17 +183,26 @@ class DrafterDataset:
                 rows = file.get_slice("hidden_states")
                 token_ids = file.get_tensor("token_ids").tolist()
                 own = rows.get_shape()[0] == len(token_ids) and token_ids == self.token_ids(index)
-                return own and self._difference(rows) is None
+            file_of = self.file_of(index)
+            return own and not (layers_problem(file_of, self.layers) or self._difference(file_of))
         except (FileNotFoundError, SafetensorError):
             return False
 
-    def _difference(self, rows: Any) -> str | None:
-        """How rows, a slice of a file, differ in form from the first ones that were seen; None if
+    def _difference(self, path: Path) -> str | None:
+        """How a file's rows differ in form or layers from the first ones that were seen; None if
         they do not. A server may be started with other layers between two runs."""
-        _, columns, hidden = rows.get_shape()
-        form = f"{columns} columns of {hidden} {rows.get_dtype()}"
+        with safe_open(path, framework="pt") as file:
+            rows = file.get_slice("hidden_states")
+            _, columns, hidden = rows.get_shape()
+            form = f"{columns} columns of {hidden} {rows.get_dtype()}"
         self._form = self._form or form
-        return None if form == self._form else f"{form}, while other samples have {self._form}"
+        if form != self._form:
+            return f"{form}, while other samples have {self._form}"
+        layers = stored_layer_ids(path)
+        self._layers_seen = self._layers_seen or layers
+        if layers is None or layers == self._layers_seen:
+            return None
+        return f"rows of layers {layers}, while other samples have those of {self._layers_seen}"
 
     def adopt(self, index: int, path: Path) -> None:
         """Check a finished file and move it to its place, atomically."""
@@ -217,10 +228,15 @@ class DrafterDataset:
     def _problem(self, index: int, path: Path) -> str | None:
         """What is wrong with a file as that of a sample."""
         problem = problem_in(path, self.token_ids(index), self.layers)
-        if problem is not None:
-            return problem
-        with safe_open(path, framework="pt") as file:
-            return self._difference(file.get_slice("hidden_states"))
+        return problem or self._difference(path)
+
+
+def layers_problem(path: Path, layers: list[int] | None) -> str | None:
+    """Whether a file says that it is of other layers."""
+    stored = stored_layer_ids(path)
+    if stored is None or layers is None or stored == layers:
+        return None
+    return f"rows of layers {stored} instead of {layers}"
 
 
 def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> str | None:
@@ -238,6 +254,8 @@ def problem_in(path: Path, token_ids: list[int], layers: list[int] | None) -> st
         return f"rows of shape {list(hidden.shape)} for {len(token_ids)} tokens"
     if layers is not None and hidden.shape[1] != len(layers):
         return f"{hidden.shape[1]} columns for the layers {layers}"
+    if problem := layers_problem(path, layers):
+        return problem
     if tensors["token_ids"].tolist() != token_ids:
         return "token ids differ from the sample's"
     if not torch.isfinite(hidden).all():

@@ -11,8 +11,9 @@ model's dtype.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ STORAGE_DTYPES: tuple[StorageDtype, ...] = ("auto", "fp8_e4m3")
 
 #: key of `kv_connector_extra_config`
 STORAGE_DTYPE_KEY = "storage_dtype"
+#: key of a file's metadata: ids of the columns, JSON
+LAYER_IDS_KEY = "layer_ids"
 #: names of the tensors of a file
 ROWS, SCALES = "hidden_states", "hidden_states_scales"
 
@@ -65,10 +68,10 @@ class RowFormat:
         return self.columns * (self.hidden * _FP8.itemsize + torch.float32.itemsize)
 
     @property
-    def metadata(self) -> dict[str, str] | None:
-        """What a file says of its tensors; None where their own dtypes say all."""
+    def metadata(self) -> dict[str, str]:
+        """What a file says of its tensors; nothing where their own dtypes say all."""
         if self.storage == "auto":
-            return None
+            return {}
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             STORAGE_DTYPE_KEY: self.storage,
@@ -136,6 +139,19 @@ def dequantize(stored: StoredRows, dtype: torch.dtype) -> Tensor:
     """The values of rows in eight bits, `[n, columns, hidden]`, rounded to `dtype`."""
     assert stored.scales is not None
     return (stored.hidden_states.float() * stored.scales).to(dtype)
+
+
+def file_metadata(row_format: RowFormat, layer_ids: Sequence[int]) -> dict[str, str]:
+    """Of a file whose columns are the streams after `layer_ids` layers."""
+    return {LAYER_IDS_KEY: json.dumps([*layer_ids]), **row_format.metadata}
+
+
+def stored_layer_ids(path: str | os.PathLike[str]) -> list[int] | None:
+    """After how many layers the columns of a complete file are; None if it does not say. Raises as
+    `read_hidden_states`."""
+    with safe_open(os.fspath(path), framework="pt") as file:
+        said = (file.metadata() or {}).get(LAYER_IDS_KEY)
+    return None if said is None else json.loads(said)
 
 
 def read_hidden_states(path: str | os.PathLike[str], raw: bool = False) -> dict[str, Tensor]:

@@ -202,6 +202,35 @@ def test_a_dataset_of_speculators_has_the_layers_that_a_head_is_trained_on(
     assert capsys.readouterr().out == stated
 
 
+def test_files_say_their_layers_where_the_dataset_does_not(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the engine's do: more columns than those that the head is trained on."""
+    drafter = write_eagle3(tmp_path / "drafter", target, TINY, FLAGS, num_tokens=2)
+    assert run(target, drafter, write_dataset(tmp_path / "dataset", [1, 2, 3, 4])) == 0
+    stated = capsys.readouterr().out
+    dataset = write_dataset(tmp_path / "theirs", None)
+    (dataset / "extraction.json").unlink()
+    first = torch.zeros_like(STREAMS[:, :1])
+    damaged(dataset, torch.cat([first, STREAMS], 1), [0, 1, 2, 3, 4])
+    assert run(target, drafter, dataset) == 0
+    assert capsys.readouterr().out == stated
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_files_of_other_layers_of_the_same_number(
+    stated: bool, refusal: Refusal, tmp_path: Path
+) -> None:
+    dataset = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
+    damaged(dataset, STREAMS, [0, 1, 2, 4])
+    if stated:
+        said = "holds those of layers [0, 1, 2, 4], not [1, 2, 3, 4], as the dataset says"
+    else:
+        (dataset / "extraction.json").unlink()
+        said = "reads hidden states [1, 2, 3], but"
+    assert said in refusal(dataset)
+
+
 def test_rows_in_eight_bits(tmp_path: Path) -> None:
     path = write_dataset(tmp_path / "dataset", [1, 2, 3, 4])
     row_format = RowFormat(4, TINY.hidden, torch.float32, "fp8_e4m3")
@@ -241,10 +270,11 @@ def test_datasets_of_other_layers(
     assert re.search(message, refusal(write_dataset(tmp_path / "dataset", layers)))
 
 
-def damaged(path: Path, states: torch.Tensor) -> None:
-    """Other rows in a sample's file."""
+def damaged(path: Path, states: torch.Tensor, layers: list[int] | None = None) -> None:
+    """Other rows in a sample's file, which may say of which layers."""
     tensors = {"hidden_states": states.contiguous(), "token_ids": torch.tensor(IDS)}
-    save_file(tensors, path / "hidden_states" / "hs_0.safetensors")
+    metadata = None if layers is None else {"layer_ids": json.dumps(layers)}
+    save_file(tensors, path / "hidden_states" / "hs_0.safetensors", metadata)
 
 
 def cut(file: Path) -> None:

@@ -20,11 +20,16 @@ def test_a_model_without_experts_has_none_to_spread(llama: str, sizes: dict[str,
         EngineArgs(llama, enable_expert_parallel=True, **given).create_engine_config()
 
 
+def test_experts_that_no_layer_has_are_not_to_spread() -> None:
+    """A dense Nemotron-H's config states some."""
+    args = EngineArgs(str(tiny_model("nemotron_h")), enable_expert_parallel=True)
+    with pytest.raises(VLLMValidationError, match=r"the model has no experts .*; leave it out"):
+        args.create_engine_config()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_with_experts_is_known_to_have_some(family: str) -> None:
-    """A config may also state experts that no layer has: that of a dense Nemotron-H does."""
     config = EngineArgs(str(tiny_model(family))).create_engine_config()
     _, (model, *_) = models_on_meta(config)
     assert config.model_config is not None
-    without = family == "nemotron_h"
-    assert config.model_config.has_experts == (has_mixtures(model) or without)
+    assert config.model_config.has_experts == has_mixtures(model)

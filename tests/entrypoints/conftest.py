@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
 import pytest_asyncio
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM
+from tests.entrypoints.server_events import in_process
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 
+if TYPE_CHECKING:
+    import openai
+
 MakeClient = Callable[..., httpx.AsyncClient]
+MakeApi = Callable[..., "openai.AsyncOpenAI"]
 
 
 @pytest.fixture
@@ -37,6 +42,29 @@ async def make_client(engine: FakeAsyncLLM) -> AsyncIterator[MakeClient]:
     yield make
     for client in clients:
         await client.aclose()
+
+
+@pytest_asyncio.fixture
+async def make_api(engine: FakeAsyncLLM) -> AsyncIterator[MakeApi]:
+    """Makes official clients of servers with the given `FrontEndArgs`."""
+    import openai
+
+    clients = []
+
+    def make(**args: Any) -> openai.AsyncOpenAI:
+        clients.append(
+            openai.AsyncOpenAI(
+                api_key="k",
+                base_url="http://server/v1",
+                http_client=in_process(engine, **args),
+                max_retries=0,
+            )
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
 
 
 @pytest.fixture

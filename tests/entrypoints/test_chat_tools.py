@@ -1,106 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls and reasoning over HTTP, with the official client."""
+"""Tool calls over HTTP, with the official client."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 
+from tests.entrypoints.chat_tools import (
+    CALLS,
+    CODER,
+    HERMES,
+    HI,
+    LIST,
+    NAMED,
+    TOOLS,
+    WEATHER,
+    ask,
+    ask_streaming,
+    auto,
+    calls_of,
+    chunks_of,
+)
+from tests.entrypoints.conftest import MakeApi
 from tests.entrypoints.scripted_engine import ScriptedEngine
-from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.cli_args import FrontEndArgs
-
-try:
-    import httpx2 as http  # newer releases of the client build on it
-except ImportError:
-    import httpx as http  # type: ignore[no-redef]
 
 pytestmark = pytest.mark.asyncio
 
-MakeApi = Callable[..., openai.AsyncOpenAI]
-
-HI: list = [{"role": "user", "content": "hi"}]
-WEATHER: dict[str, Any] = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/Days"}},
-    "required": ["city"],
-    "$defs": {"Days": {"type": "integer"}},
-}
-TOOLS: list = [
-    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
-NAMED: dict = {"type": "function", "function": {"name": "weather"}}
-HERMES = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": 2}}\n'
-    '</tool_call>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-CODER = (
-    "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n2\n"
-    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>"
-)
-LIST = (
-    '[{"name": "weather", "parameters": {"city": "Köln", "days": 2}},\n'
-    ' {"name": "now", "parameters": {}}]'
-)
-CALLS = [("weather", '{"city": "Köln", "days": 2}'), ("now", "{}")]
+LISTED = {"type": "array"}
 
 
 @pytest.fixture
 def engine() -> ScriptedEngine:
     return ScriptedEngine()
-
-
-@pytest_asyncio.fixture
-async def make_api(engine: ScriptedEngine) -> AsyncIterator[MakeApi]:
-    """Makes clients of servers with the given `FrontEndArgs`."""
-    clients = []
-
-    def make(**args: Any) -> openai.AsyncOpenAI:
-        app = build_app(engine, FrontEndArgs(**args))  # type: ignore[arg-type]
-        transport = http.ASGITransport(app=app)
-        client = http.AsyncClient(transport=transport, base_url="http://server")
-        clients.append(
-            openai.AsyncOpenAI(
-                api_key="k", base_url="http://server/v1", http_client=client, max_retries=0
-            )
-        )
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        await client.close()
-
-
-def auto(parser: str, **more: Any) -> dict[str, Any]:
-    return {"enable_auto_tool_choice": True, "tool_call_parser": parser, **more}
-
-
-async def ask(api: openai.AsyncOpenAI, **body: Any) -> Any:
-    """The first choice of a reply."""
-    reply = await api.chat.completions.create(**{"model": "fake", "messages": HI, **body})
-    return reply.choices[0]
-
-
-async def ask_streaming(api: openai.AsyncOpenAI, **body: Any) -> Any:
-    """The first choice of a stream, put together by the client library."""
-    async with api.chat.completions.stream(**{"model": "fake", "messages": HI, **body}) as stream:
-        return (await stream.get_final_completion()).choices[0]
-
-
-async def chunks_of(api: openai.AsyncOpenAI, **body: Any) -> list[Any]:
-    """Every chunk's first choice."""
-    body = {"model": "fake", "messages": HI, "stream": True, **body}
-    return [chunk.choices[0] async for chunk in await api.chat.completions.create(**body)]
-
-
-def calls_of(choice: Any) -> list[tuple[str, str]]:
-    return [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or []]
 
 
 @pytest.mark.parametrize(
@@ -202,22 +136,6 @@ async def test_only_allowed_tools_are_shown(make_api: MakeApi, engine: ScriptedE
     assert engine.calls[-1].prompt["prompt"] == "[user]hi[assistant]"
 
 
-async def test_forced_calls_after_reasoning(make_api: MakeApi, engine: ScriptedEngine) -> None:
-    engine.script = 'hm</think>{"city": "Köln"}'
-    api = make_api(reasoning_parser="deepseek_r1")
-    choice = await ask(api, tools=TOOLS, tool_choice=NAMED)
-    assert calls_of(choice) == [("weather", '{"city": "Köln"}')]
-    assert choice.message.reasoning == "hm"
-    constraint = engine.calls[-1].params.structured_outputs
-    assert constraint is not None and constraint.json is None
-    tag = json.loads(str(constraint.structural_tag))
-    assert tag["format"]["elements"][-1] == {"type": "json_schema", "json_schema": WEATHER}
-    off = {"chat_template_kwargs": {"enable_thinking": False}}
-    await ask(api, tools=TOOLS, tool_choice=NAMED, extra_body=off)
-    constraint = engine.calls[-1].params.structured_outputs
-    assert constraint is not None and json.loads(str(constraint.json)) == WEATHER
-
-
 async def test_text_only(make_api: MakeApi, engine: ScriptedEngine) -> None:
     engine.script = HERMES
     api = make_api(**auto("hermes"))
@@ -239,104 +157,6 @@ async def test_only_one_call_without_parallel_calls(
     for request in (ask, ask_streaming):
         choice = await request(make_api(**auto("hermes")), tools=TOOLS, parallel_tool_calls=False)
         assert calls_of(choice) == CALLS[:1]
-
-
-async def test_what_a_second_call_would_be_is_left_out_although_it_is_cut(
-    make_api: MakeApi, engine: ScriptedEngine
-) -> None:
-    """As it is where the reply is streamed, or the call complete."""
-    engine.script = HERMES[: HERMES.rindex("{}") + 1]
-    api = make_api(**auto("hermes"))
-    for request in (ask, ask_streaming):
-        choice = await request(api, tools=TOOLS, parallel_tool_calls=False)
-        assert calls_of(choice) == CALLS[:1]
-        assert "<tool_call>" not in (choice.message.content or "")
-
-
-LISTED = {"type": "array"}
-CUT_CALLS = [
-    ("hermes", HERMES, "auto"),
-    ("qwen3_coder", CODER, "auto"),
-    ("hermes", LIST, "required"),
-    ("hermes", '{"city": "Köln", "days": 2}', NAMED),
-]
-
-
-@pytest.mark.parametrize(("parser", "script", "choice"), CUT_CALLS)
-async def test_a_call_cut_by_the_limit_is_content(
-    make_api: MakeApi, engine: ScriptedEngine, parser: str, script: str, choice: Any
-) -> None:
-    """Wherever a reply ends, its calls are complete, and nothing the model wrote is lost."""
-    api = make_api(**auto(parser))
-    engine.finish_reason = "length"
-    for end in range(1, len(script)):
-        engine.script = script[:end]
-        found = await ask(api, tools=TOOLS, tool_choice=choice)
-        assert found.finish_reason == "length"
-        calls = calls_of(found)
-        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
-        if not calls:
-            assert (found.message.content or "").strip() == script[:end].strip()
-        elif len(calls) == 1 and choice != NAMED:
-            assert (found.message.content or "").count("weather") == 0
-
-
-@pytest.mark.parametrize(("parser", "script", "choice"), CUT_CALLS)
-async def test_a_stop_string_within_a_call_is_the_reason_of_the_end(
-    make_api: MakeApi, engine: ScriptedEngine, parser: str, script: str, choice: Any
-) -> None:
-    """Streamed or not, wherever it cuts: `tool_calls` is the reason of a reply with whole calls."""
-    api = make_api(**auto(parser))
-    engine.piece = 7
-    reasons = set()
-    for end in range(len(script), 0, -5):
-        engine.script = script[:end]
-        whole = await ask(api, tools=TOOLS, tool_choice=choice)
-        streamed = await ask_streaming(api, tools=TOOLS, tool_choice=choice)
-        expected = "tool_calls" if whole.message.tool_calls else "stop"
-        assert whole.finish_reason == streamed.finish_reason == expected, script[:end]
-        reasons.add(expected)
-    assert reasons == {"stop", "tool_calls"}
-
-
-async def test_a_stream_has_sent_the_call_that_is_cut(
-    make_api: MakeApi, engine: ScriptedEngine
-) -> None:
-    engine.script, engine.finish_reason = HERMES[: HERMES.index("ln")], "length"
-    choices = await chunks_of(make_api(**auto("hermes")), tools=TOOLS)
-    entries = [entry for choice in choices for entry in choice.delta.tool_calls or []]
-    assert "".join(entry.function.arguments for entry in entries) == '{"city": "Kö'
-    assert choices[-1].finish_reason == "length"
-    engine.piece = 1000  # all of it in one piece
-    choices = await chunks_of(make_api(**auto("hermes")), tools=TOOLS)
-    assert not any(choice.delta.tool_calls for choice in choices)
-    assert "".join(choice.delta.content or "" for choice in choices) == engine.script
-
-
-@pytest.mark.parametrize("choice", [NAMED, "required"])
-@pytest.mark.parametrize(
-    ("script", "reasoning", "content"),
-    [
-        ("<thin", None, "<thin"),
-        ("<think>hm", "hm", None),
-        ('<think>hm</think>\n{"ci', "hm", '{"ci'),
-        ("<think>hm</think>\n\n", "hm", "\n\n"),
-    ],
-)
-async def test_a_forced_call_that_does_not_come(
-    make_api: MakeApi,
-    engine: ScriptedEngine,
-    choice: Any,
-    script: str,
-    reasoning: str | None,
-    content: str | None,
-) -> None:
-    engine.script, engine.finish_reason = script, "length"
-    api = make_api(reasoning_parser="qwen3")
-    found = await ask(api, tools=TOOLS, tool_choice=choice)
-    assert not found.message.tool_calls and found.finish_reason == "length"
-    assert found.message.reasoning == reasoning
-    assert (found.message.content or "").strip() == (content or "").strip()
 
 
 async def test_choices_are_independent(make_api: MakeApi, engine: ScriptedEngine) -> None:
@@ -364,74 +184,6 @@ async def test_tokens_of_text_kept_back(make_api: MakeApi, engine: ScriptedEngin
     assert len(logprobs) == len(HERMES)
     ids = [one for c in choices for one in (c.model_extra or {}).get("token_ids", [])]
     assert len(ids) == len(HERMES)
-
-
-@pytest.mark.parametrize(
-    ("script", "reasoning", "content"),
-    [
-        ("<think>\nhm\n</think>\n\nyes", "\nhm\n", "\n\nyes"),
-        ("<think>hm", "hm", None),
-        ("yes", None, "yes"),
-        ("<think></think>yes", None, "yes"),
-    ],
-)
-async def test_reasoning(
-    make_api: MakeApi,
-    engine: ScriptedEngine,
-    script: str,
-    reasoning: str | None,
-    content: str | None,
-) -> None:
-    engine.script = script
-    api = make_api(reasoning_parser="qwen3")
-    message = (await ask(api)).message
-    assert (message.reasoning, message.content) == (reasoning, content)
-    choices = await chunks_of(api)
-    deltas = [choice.delta for choice in choices]
-    assert "".join(d.content or "" for d in deltas) == (content or "")
-    pieces = [(d.model_extra or {}).get("reasoning", "") for d in deltas]
-    assert "".join(pieces) == (reasoning or "")
-    hidden = (await ask(api, extra_body={"include_reasoning": False})).message
-    assert (hidden.reasoning, hidden.content or None) == (None, content)
-
-
-async def test_the_prompt_says_where_reasoning_begins(
-    make_api: MakeApi, engine: ScriptedEngine
-) -> None:
-    engine.script = "hm</think>yes"
-    api = make_api(reasoning_parser="qwen3")
-    for thinking, expected in ((True, ("hm", "yes")), (False, (None, engine.script))):
-        body = {"chat_template_kwargs": {"enable_thinking": thinking}}
-        message = (await ask(api, extra_body=body)).message
-        assert (message.reasoning, message.content) == expected
-    begun = [*HI, {"role": "assistant", "content": [{"type": "text", "text": "<think>a"}]}]
-    body = {"continue_final_message": True, "add_generation_prompt": False}
-    message = (await ask(api, messages=begun, extra_body=body)).message
-    assert (message.reasoning, message.content) == ("hm", "yes")
-
-
-async def test_space_between_reasoning_and_a_constrained_answer_is_of_neither(
-    make_api: MakeApi, engine: ScriptedEngine
-) -> None:
-    engine.script = "<think>hm\n</think>\n\nyes\n"
-    api = make_api(reasoning_parser="qwen3")
-    body: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": ["yes\n", "no"]}}}
-    for engine.piece in (1, 3, 1000):
-        for request in (ask, ask_streaming):
-            message = (await request(api, max_tokens=300, **body)).message
-            assert message.content == "yes\n"
-    engine.script = "\nyes"  # what has no reasoning before it is the constraint's alone
-    body["extra_body"] |= {"chat_template_kwargs": {"enable_thinking": False}}
-    assert (await ask(api, max_tokens=300, **body)).message.content == "\nyes"
-
-
-async def test_reasoning_before_calls(make_api: MakeApi, engine: ScriptedEngine) -> None:
-    engine.script = f"<think>say <tool_call>?</think>\n\n{HERMES}"
-    api = make_api(**auto("hermes", reasoning_parser="qwen3"))
-    for request in (ask, ask_streaming):
-        choice = await request(api, tools=TOOLS)
-        assert calls_of(choice) == CALLS and choice.finish_reason == "tool_calls"
-        assert choice.message.content.strip() == "Let me see."
 
 
 async def test_history_reaches_the_template(make_api: MakeApi, engine: ScriptedEngine) -> None:

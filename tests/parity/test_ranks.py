@@ -146,11 +146,14 @@ def test_ranks_with_whole_experts(family: str, make_engine: MakeEngine) -> None:
         assert_equals_reference(output, tiny_model(family), 12)
 
 
-def test_a_model_without_experts_has_none_to_spread(make_engine: MakeEngine) -> None:
+def test_a_model_without_experts_has_none_to_spread(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
     """One whose config states some, so that only its layers tell."""
+    dense = str(make_tiny("deepseek_v2", tmp_path, first_k_dense_replace=9))
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
-            make_engine("nemotron_h", **sizes, enable_expert_parallel=True)
+            make_engine("deepseek_v2", model=dense, **sizes, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])

@@ -17,7 +17,7 @@ import pytest
 import torch
 from parity_checks import assert_equals_reference, generate, on_cpus, prompts
 from safetensors.torch import load_file, save_file
-from tiny_models import hf_reference_logits, tiny_model
+from tiny_models import hf_reference_logits, make_tiny, tiny_model
 
 from tests.extraction_options import extraction
 from tests.nightly import nightly
@@ -411,9 +411,11 @@ def test_captured_rows_are_those_of_one_engine(engine: Callable[..., LLM], tmp_p
         assert float(difference) < 1e-5 * float(whole["hidden_states"].std())
 
 
-def test_a_model_without_experts_is_refused(engine: Callable[..., LLM]) -> None:
+def test_a_model_without_experts_is_refused(engine: Callable[..., LLM], tmp_path: Path) -> None:
+    """One whose config states some, so that only its layers tell."""
+    dense = make_tiny("deepseek_v2", tmp_path, first_k_dense_replace=9)
     with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
-        engine("nemotron_h")  # its config states some
+        engine("deepseek_v2", model=str(dense))
 
 
 def test_a_replica_that_cannot_start_ends_the_start(

@@ -218,7 +218,8 @@ class HiddenStateDataset:
     @classmethod
     def open(cls, path: Path, limit: int | None, trained_on: list[int]) -> HiddenStateDataset:
         """`trained_on`: the layers of a directory without extraction.json, as speculators' commands
-        make it for a drafter's training. Raises `VLLMValidationError` for what is no dataset."""
+        make it for a drafter's training, if its files do not say theirs. Raises
+        `VLLMValidationError` for what is no dataset."""
         try:
             import datasets
         except ModuleNotFoundError:
@@ -240,6 +241,8 @@ class HiddenStateDataset:
             if settings.is_file():
                 source = "as the dataset says"
                 layers = json.loads(settings.read_text()).get("layers")
+            elif (said := _layers_of(_file(path, 0))) is not None:
+                layers, source = said, "as its first file says"
             rows = datasets.load_from_disk(str(path)).with_format(None)
         except (AttributeError, IndexError, OSError, ValueError) as error:
             raise VLLMValidationError(
@@ -278,11 +281,11 @@ class HiddenStateDataset:
         """One after the other; `VLLMValidationError` for one whose file does not fit."""
         from safetensors import SafetensorError
 
-        from vllm.hidden_states_storage import read_hidden_states
+        from vllm.hidden_states_storage import read_hidden_states, stored_layer_ids
 
         for index in range(self.num_samples):
             row = self.rows[index]
-            file = self.path / "hidden_states" / f"hs_{index}.safetensors"
+            file = _file(self.path, index)
             if not file.is_file():
                 raise VLLMValidationError(
                     f"--dataset has no {file}: make it, or read only the samples before it with "
@@ -291,8 +294,14 @@ class HiddenStateDataset:
                 )
             try:
                 stored = read_hidden_states(file)
+                layers = stored_layer_ids(file)
             except (SafetensorError, ValueError) as error:
                 raise VLLMValidationError(f"{file} cannot be read: {error}", "dataset") from None
+            if layers is not None and layers != self.layers:
+                raise VLLMValidationError(
+                    f"{file} holds those of layers {layers}, not {self.layers}, {self.source}",
+                    "dataset",
+                )
             ids, mask, states = row["input_ids"], row["loss_mask"], stored["hidden_states"]
             if stored["token_ids"].tolist() != ids or len(mask) != len(ids):
                 raise VLLMValidationError(f"{file} holds other tokens than the dataset", "dataset")
@@ -303,6 +312,22 @@ class HiddenStateDataset:
                     "dataset",
                 )
             yield StoredSample(ids, mask, states)
+
+
+def _file(dataset: Path, index: int) -> Path:
+    return dataset / "hidden_states" / f"hs_{index}.safetensors"
+
+
+def _layers_of(file: Path) -> list[int] | None:
+    """What a file says of its columns; `samples` finds one that is absent or cannot be read."""
+    from safetensors import SafetensorError
+
+    from vllm.hidden_states_storage import stored_layer_ids
+
+    try:
+        return stored_layer_ids(file)
+    except (FileNotFoundError, SafetensorError):
+        return None
 
 
 @dataclass

@@ -84,12 +84,12 @@ class GroupCoordinator:
         peers = None if PROCESS.communicates_not else self.peer_sums
         return PeerPart(x, peers) if peers is not None and peers.takes_norm(x, residual) else None
 
-    def pushed_sums(self, rows: int, columns: int, dtype: torch.dtype) -> PushedSums | None:
-        """Who adds up this rank's part of a product `[rows, columns]` while it is computed; None
-        where `part_before_norm` or `all_reduce` comes after it."""
+    @property
+    def pushed_sums(self) -> PushedSums | None:
+        """Who adds up this rank's part of a product that it `takes` while it is computed; after
+        others comes `part_before_norm` or `all_reduce`."""
         peers = None if PROCESS.communicates_not else self.peer_sums
-        pushed = None if peers is None else peers.pushed
-        return pushed if pushed is not None and pushed.takes(rows, columns, dtype) else None
+        return None if peers is None else peers.pushed
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The group's tensors concatenated along `dim` in rank order."""

@@ -126,11 +126,11 @@ def _check_shared_experts(config: VllmConfig) -> None:
 
 
 def _check_experts(config: VllmConfig) -> None:
-    """`VLLMValidationError` where experts are to be spread and the model's config states none.
-    Where it does, only the layers, which workers build, know whether there are some."""
+    """`VLLMValidationError` where experts are to be spread and the model's config has none. Where
+    it has, only the layers, which workers build, know whether there are some."""
     if config.parallel_config.enable_expert_parallel and not config.model_config.has_experts:
         raise VLLMValidationError(
             "--enable-expert-parallel: the model has no experts (its config.json states none of "
-            f"{', '.join(EXPERTS_KEYS)}); leave it out",
+            f"{', '.join(EXPERTS_KEYS)}, or lists layers without any); leave it out",
             "enable_expert_parallel",
         )

@@ -7,10 +7,10 @@ checkpoint need not have it: another parameter's loader sets it, or it has a `de
 that it gets before every load. `on_host = True`: see `host_weights`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class AfterLoading:
@@ -20,6 +20,21 @@ class AfterLoading:
     def process_weights_after_loading(self) -> None:
         """Called after every load of the weights."""
         raise NotImplementedError
+
+    def captured_numbers(self) -> tuple[float, ...]:
+        """Of what was derived, the numbers that steps pass to kernels: captured steps hold them."""
+        return ()
+
+
+def captured_numbers(models: Iterable[nn.Module]) -> list[float]:
+    """Those of every module, in a fixed order."""
+    modules = [module for model in models for module in model.modules()]
+    return [
+        number
+        for module in modules
+        if isinstance(module, AfterLoading)
+        for number in module.captured_numbers()
+    ]
 
 
 def set_weight_attrs(weight: Tensor, weight_attrs: Mapping[str, Any] | None) -> None:

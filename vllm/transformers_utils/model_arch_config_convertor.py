@@ -167,8 +167,17 @@ class ModelArchConfigConvertorBase:
         )
 
 
+class _MixturesAreLayers(ModelArchConfigConvertorBase):
+    """The list of layers names mixtures; how many experts they have is stated without any, too."""
+
+    def has_experts(self) -> bool:
+        return "moe" in self.layer_types()
+
+
 #: model_type -> convertor; plugins add theirs
-MODEL_ARCH_CONFIG_CONVERTORS: dict[str, type[ModelArchConfigConvertorBase]] = {}
+MODEL_ARCH_CONFIG_CONVERTORS: dict[str, type[ModelArchConfigConvertorBase]] = {
+    "nemotron_h": _MixturesAreLayers
+}
 
 
 def convert(hf_config: PretrainedConfig, hf_text_config: PretrainedConfig) -> ModelArchConfig:

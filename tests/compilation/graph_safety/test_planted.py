@@ -27,7 +27,9 @@ def expected(path: Path) -> set[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["planted", "upstream_style", "upstream_port", "clean"])
+@pytest.mark.parametrize(
+    "name", ["planted", "upstream_style", "upstream_port", "outside_graphs", "clean"]
+)
 def test_hazards_are_found_at_their_lines(name: str) -> None:
     path = SAMPLES / f"{name}.py"
     report = check_file(path)

@@ -6,8 +6,10 @@ Every cached row says which request and token it belongs to, so a wrong slot sho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,14 +42,19 @@ def transfer_config(connector: str, role: str = "kv_producer", **extra: Any) -> 
     return KVTransferConfig(kv_connector=connector, kv_role=role, kv_connector_extra_config=extra)
 
 
-def extraction_config(transfer: KVTransferConfig | None) -> VllmConfig:
+def extraction_config(
+    transfer: KVTransferConfig | None, layers: Sequence[int] = (0, 1, 2)
+) -> VllmConfig:
+    ids = {"eagle_aux_hidden_state_layer_ids": [*layers]}
     speculative = SpeculativeConfig(
         method="extract_hidden_states",
         num_speculative_tokens=1,
-        draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+        draft_model_config={"hf_config": ids},
     )
     if transfer is None:
         return VllmConfig()
+    # As it is once the model is known.
+    speculative.draft_model_config = SimpleNamespace(hf_config=SimpleNamespace(**ids))
     return VllmConfig(speculative_config=speculative, kv_transfer_config=transfer)
 
 

@@ -185,11 +185,11 @@ def test_files(tmp_path: Path, num_tokens: int) -> None:
 
 
 def test_files_are_as_before_without_it(tmp_path: Path) -> None:
-    """Without the setting the file is as it always was, and `raw` is the same."""
+    """Without the setting the tensors are as they always were, and `raw` is the same."""
     path = make_harness(tmp_path, storage_dtype="auto").run_to_end("r", 20)
     data, raw = load_hidden_states(path), load_hidden_states(path, raw=True)
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() is None
+        assert file.metadata().keys() == {"layer_ids"}
     assert data.keys() == raw.keys() == {"hidden_states", "token_ids"}
     assert torch.equal(data["hidden_states"], row_values(0, 20))
     assert torch.equal(raw["hidden_states"], row_values(0, 20))

@@ -7,7 +7,6 @@ import importlib.util
 import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,12 +53,7 @@ def address_of(harness: Harness) -> str:
 
 
 def configured(connector: str, **settings: Any) -> VllmConfig:
-    """With the draft's part of the configuration, as an engine resolves it."""
-    config = extraction_config(transfer_config(connector, **settings))
-    assert config.speculative_config is not None
-    ids = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    config.speculative_config.draft_model_config = SimpleNamespace(hf_config=ids)
-    return config
+    return extraction_config(transfer_config(connector, **settings))
 
 
 def harness_of(

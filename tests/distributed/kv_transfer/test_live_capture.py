@@ -8,7 +8,6 @@ import resource
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,12 +48,8 @@ ROW_BYTES = COLUMNS * HIDDEN * 4 + 8
 
 def harness(path: Path, **settings: Any) -> Harness:
     extra = {"shared_storage_path": str(path), "capture_rate": 1.0, **settings}
-    config = extraction_config(transfer_config("LiveCaptureConnector", **extra))
-    assert config.speculative_config is not None
-    # As it is once the model is known.
-    hf_config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    config.speculative_config.draft_model_config = SimpleNamespace(hf_config=hf_config)
-    return Harness(config, cache_config())
+    transfer = transfer_config("LiveCaptureConnector", **extra)
+    return Harness(extraction_config(transfer), cache_config())
 
 
 def serve(run: Harness, req_id: str, params: dict[str, Any] | None, num_prompt: int = 20) -> bool:

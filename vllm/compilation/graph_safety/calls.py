@@ -26,6 +26,7 @@ from vllm.compilation.graph_safety.torch_rules import torch_name
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
     Array,
+    Capturing,
     Either,
     Host,
     Instance,
@@ -46,6 +47,7 @@ from vllm.compilation.graph_safety.values import (
     tags_of,
 )
 from vllm.compilation.graph_safety.walker import Arguments, Body, Mode
+from vllm.compilation.monitor import is_capturing
 from vllm.kernels.registry import ComposedOp, Implementation, Op
 
 _CASTS = {int, float, bool, complex}
@@ -182,6 +184,8 @@ def _call_known(body: Body, thing: Any, args: Arguments, node: ast.Call) -> Valu
     if isinstance(thing, functools._lru_cache_wrapper):
         # Runs once for its arguments, not in every step.
         return _declared(thing.__wrapped__)
+    if thing is is_capturing:
+        return Capturing(True) if body.mode is Mode.CAPTURED else Host()
     if isinstance(thing, FunctionType):
         return _call_function(body, thing, None, args, node)
     return _call_foreign(body, thing, args, node)

@@ -15,12 +15,14 @@ from triton.runtime.jit import KernelInterface
 
 from vllm.compilation.graph_safety import calls
 from vllm.compilation.graph_safety.annotations import import_name
+from vllm.compilation.graph_safety.conditions import Conditions
 from vllm.compilation.graph_safety.members import attribute
 from vllm.compilation.graph_safety.sources import imported_names, rebound_names
 from vllm.compilation.graph_safety.values import (
     NO_TAGS,
     UNKNOWN,
     Array,
+    Capturing,
     Either,
     Host,
     Instance,
@@ -37,7 +39,7 @@ from vllm.compilation.graph_safety.values import (
     options,
     tags_of,
 )
-from vllm.compilation.graph_safety.walker import Body, Finding, Mode, Walker
+from vllm.compilation.graph_safety.walker import Finding, Mode, Walker
 from vllm.kernels.triton.launcher import Launcher
 
 _MASK_NAMES = ("mask", "_mask")
@@ -45,7 +47,7 @@ _MASK_NAMES = ("mask", "_mask")
 _DEEPEST_ITEMS = 4
 
 
-class Expressions(Body):
+class Expressions(Conditions):
     """Evaluates the expressions of `function`; hazards go to `findings`."""
 
     def __init__(
@@ -85,6 +87,10 @@ class Expressions(Body):
         self._findings.setdefault(Finding(*place, hazard, message, where, code), self.mode)
 
     def value(self, node: ast.expr | None) -> Value:
+        value = self.told(node)
+        return Host() if isinstance(value, Capturing) else value
+
+    def told(self, node: ast.expr | None) -> Value:
         match node:
             case None:
                 return UNKNOWN
@@ -101,21 +107,17 @@ class Expressions(Body):
             case ast.BinOp():
                 return self._operation(node)
             case ast.UnaryOp():
-                operand = self.value(node.operand)
-                if isinstance(node.op, ast.Not):
-                    if is_array(operand) and not isinstance(operand, Items):
-                        self.report(5, node, "`not` asks for a device value")
-                    return _negated(operand)
-                return operand
+                return (
+                    self.negation(node)
+                    if isinstance(node.op, ast.Not)
+                    else self.value(node.operand)
+                )
             case ast.Compare():
                 return self._compare(node)
             case ast.BoolOp():
-                return self._bool_op(node)
+                return self.of_all_or_any(node)
             case ast.IfExp():
-                test = self.condition(node.test, 5, "the choice depends on a device value")
-                if isinstance(test, Known) and isinstance(test.object, bool):
-                    return self.value(node.body if test.object else node.orelse)
-                return join(self.value(node.body), self.value(node.orelse))
+                return self.choice(node)
             case ast.Tuple() | ast.List() | ast.Set():
                 return self._sequence(node.elts)
             case ast.Dict():
@@ -270,27 +272,6 @@ class Expressions(Body):
             return Array(frozenset({"bool"}))
         return Host(frozenset().union(*map(tags_of, values)) & {"device"})
 
-    def _bool_op(self, node: ast.BoolOp) -> Value:
-        values = [self.value(part) for part in node.values]
-        for part, value in zip(node.values[:-1], values, strict=False):
-            if is_array(value) and not isinstance(value, Items):
-                self.report(5, part, "`and` and `or` ask for a device value")
-        return join_all(values)
-
-    def condition(self, node: ast.expr, hazard: int, message: str) -> Value:
-        """A test; a device value in it is a hazard, also behind `not`, `and` and `or`."""
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return _negated(self.condition(node.operand, hazard, message))
-        if isinstance(node, ast.BoolOp):
-            for part in node.values:
-                self.condition(part, hazard, message)
-            return Host()
-        value = self.value(node)
-        device = is_array(value) and not isinstance(value, Items)
-        if device or (isinstance(value, Host) and "device" in value.tags):
-            self.report(hazard, node, message)
-        return value
-
     # ---- subscripts ----------------------------------------------------------------------------
 
     def _subscript(self, node: ast.Subscript) -> Value:
@@ -388,12 +369,6 @@ def _nesting(value: Value) -> int:
 
 def _is_triton(value: Known) -> bool:
     return type(value.object).__module__.startswith("triton.")
-
-
-def _negated(value: Value) -> Value:
-    if isinstance(value, Known) and isinstance(value.object, bool):
-        return Known(not value.object)
-    return Host(tags_of(value) & {"device"})
 
 
 def is_mask_name(name: str) -> bool:

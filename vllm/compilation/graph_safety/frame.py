@@ -16,6 +16,7 @@ from vllm.compilation.graph_safety.hazards import hazard_of_branch
 from vllm.compilation.graph_safety.sources import definition
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
+    Capturing,
     Host,
     Instance,
     Items,
@@ -39,19 +40,21 @@ _OF_BRANCHES = {
 
 
 class Frame(Expressions):
-    """A function's body with what its names are. `returned`: all it returns."""
+    """A function's body with what its names are. `returned`: all it returns, None so far."""
 
-    returned: Value = UNKNOWN
+    returned: Value | None = None
 
     def walk(self, body: list[ast.stmt]) -> None:
         for statement in body:
             self._statement(statement)
 
     def inner(self, node: ast.FunctionDef) -> Value:
-        before, self.returned = self.returned, UNKNOWN
+        before, self.returned = self.returned, None
         self.walk(node.body)
         result, self.returned = self.returned, before
-        return result
+        if isinstance(result, Capturing):
+            return Host()
+        return UNKNOWN if result is None else result
 
     def _statement(self, node: ast.stmt) -> None:
         match node:
@@ -75,8 +78,11 @@ class Frame(Expressions):
             case ast.For():
                 self._for(node)
             case ast.While():
-                self.condition(node.test, 11, "the loop goes on while a device value says so")
-                self._loop(node.body)
+                test = self.condition(
+                    node.test, 11, "the loop goes on while a device value says so"
+                )
+                with self.where(test, True):
+                    self._loop(node.body)
                 self.walk(node.orelse)
             case ast.With():
                 for item in node.items:
@@ -128,10 +134,10 @@ class Frame(Expressions):
     def _return(self, node: ast.Return) -> None:
         if node.value is None:
             return
-        value = self.value(node.value)
+        value = self.told(node.value)
         if self.is_break and is_array(value):
             self.report(6, node, "an eager break returns a tensor that the next graph never reads")
-        self.returned = value if self.returned == UNKNOWN else join(self.returned, value)
+        self.returned = value if self.returned is None else join(self.returned, value)
 
     def _branch(self, node: ast.If) -> None:
         hazard = hazard_of_branch(node)
@@ -140,9 +146,11 @@ class Frame(Expressions):
             self.walk(node.body if test.object else node.orelse)
             return
         before = dict(self.variables)
-        self.walk(node.body)
+        with self.where(test, True):
+            self.walk(node.body)
         taken, self.variables = self.variables, before
-        self.walk(node.orelse)
+        with self.where(test, False):
+            self.walk(node.orelse)
         self._merge(taken)
 
     def _merge(self, other: dict[str, Value]) -> None:

@@ -19,6 +19,7 @@ from vllm.compilation.graph_safety.sources import definition
 from vllm.compilation.graph_safety.values import (
     UNKNOWN,
     Array,
+    Capturing,
     Host,
     Instance,
     Items,
@@ -83,7 +84,8 @@ class Scan(Walker):
         self._depth += 1
         frame.walk(node.body)
         self._depth -= 1
-        result = _result_of(frame.returned, declared)
+        truth = plain.__annotations__.get("return") in (bool, "bool")
+        result = _result_of(frame.returned, declared, truth)
         self._results[key] = result
         if plain.__name__ == "__init__":
             # What a new object is made of; `made` knows its class.
@@ -191,8 +193,15 @@ class Scan(Walker):
         return found
 
 
-def _result_of(returned: Value, declared: Value) -> Value:
-    """Of a function: what it returns, where that says more than its annotation."""
+def _result_of(returned: Value | None, declared: Value, truth: bool) -> Value:
+    """Of a function: what it returns, where that says more than its annotation. One that is not
+    declared to return a `truth` value may return None at its end besides."""
+    if returned is None:
+        return declared
+    if isinstance(returned, Capturing):
+        if truth:
+            return returned
+        returned = Host()
     if isinstance(returned, Host):
         return returned if declared in (UNKNOWN, Host()) else declared
     return declared if returned == UNKNOWN else returned

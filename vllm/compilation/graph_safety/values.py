@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, reduce
 from types import FunctionType
 from typing import Any
 
@@ -68,6 +68,13 @@ class Instance(Value):
     cls: type
     fields: tuple[tuple[str, Value], ...] = ()
     exact: bool = False
+
+
+@dataclass(frozen=True)
+class Capturing(Value):
+    """A truth value that is `inside` wherever a graph is captured, and unknown elsewhere."""
+
+    inside: bool
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,11 @@ def options(value: Value) -> tuple[Value, ...]:
 
 def join(a: Value, b: Value) -> Value:
     """Either; tags add up, and None or a number beside something else is left out."""
-    if a == b or b == UNKNOWN:
+    if a == b:
+        return a
+    if isinstance(a, Capturing) or isinstance(b, Capturing):
+        a, b = (Host() if isinstance(one, Capturing) else one for one in (a, b))
+    if b == UNKNOWN:
         return a
     if a == UNKNOWN:
         return b
@@ -171,10 +182,8 @@ def join(a: Value, b: Value) -> Value:
 
 
 def join_all(values: Iterable[Value]) -> Value:
-    joined: Value = UNKNOWN
-    for value in values:
-        joined = join(joined, value)
-    return joined
+    found = list(values)
+    return reduce(join, found) if found else UNKNOWN
 
 
 def is_array(value: Value) -> bool:

@@ -95,6 +95,11 @@ class Body(ABC):
         """What an expression is; its hazards are reported."""
 
     @abstractmethod
+    def told(self, node: ast.expr | None) -> Value:
+        """As `value`; it may also tell that a graph is being captured. Nothing keeps that: a name
+        may be given something else."""
+
+    @abstractmethod
     def report(self, hazard: int, node: ast.AST, message: str) -> None: ...
 
     @abstractmethod

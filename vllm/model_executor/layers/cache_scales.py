@@ -25,7 +25,7 @@ _NAMES = {
 
 class CacheScales(nn.Module, AfterLoading):
     """`k_scale`, `v_scale`: from the checkpoint, or 1. The kernels get them as numbers, `k` and
-    `v`: they never change while serving."""
+    `v`: they never change but with the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,6 +43,9 @@ class CacheScales(nn.Module, AfterLoading):
         self.k, self.v = float(self.k_scale), float(self.v_scale)
         if not (self.k > 0 and self.v > 0):
             raise ValueError(f"cache scales must be positive, found {self.k} and {self.v}")
+
+    def captured_numbers(self) -> tuple[float, ...]:
+        return self.k, self.v
 
 
 def rename_cache_scales(

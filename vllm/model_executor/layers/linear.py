@@ -312,10 +312,10 @@ class RowParallelLinear(LinearBase, Communicates):
     def _branch(self, residual: Tensor, x: Tensor | Fp8Rows) -> Tensor | BranchParts:
         if not self.reduce_results:
             return self._part(x)
-        group, rows = get_tp_group(), len(residual)
-        pushed = group.pushed_sums(rows, self.output_size, residual.dtype)
-        if pushed is not None:
-            return pushed.begin(rows, residual.dtype, lambda run: self._part(x[run]))
+        group, rows, dtype = get_tp_group(), len(residual), residual.dtype
+        pushed = group.pushed_sums
+        if pushed is not None and pushed.takes(rows, self.output_size, dtype):
+            return pushed.begin(rows, dtype, lambda run: self._part(x[run]))
         part = self._part(x)
         return group.part_before_norm(part, residual) or self._reduced(part)
 

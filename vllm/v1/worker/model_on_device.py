@@ -361,8 +361,9 @@ class ModelOnDevice:
         return StateMemory(self.arena.buffer, self.arena.plan, layers, both)
 
     def drop_graphs(self) -> bool:
-        """Free the graphs, whose addresses are about to change; whether there were any."""
-        had_any = any(p.graphs.sizes or p.graphs.piecewise_sizes for p in self.placed.values())
+        """Free the graphs, of which something is about to change; whether any were planned."""
+        graphs = [placed.graphs for placed in self.placed.values()]
+        had_any = any(one.num_captured or one.num_pending for one in graphs)
         for placed in self.placed.values():
             placed.graphs = StepGraphs()
         self.graphs = StepGraphs()

@@ -8,6 +8,7 @@ device value; results reach the host through `StepOutput`.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -25,6 +26,7 @@ from vllm.model_executor.models.interfaces import (
     SharesVocabulary,
     VllmModel,
 )
+from vllm.model_executor.utils import captured_numbers
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.step_shape import StepShape
@@ -75,6 +77,25 @@ class ModelRunner(RequestsOnDevice, KVConnectorModelRunnerMixin):
         plan = plan_graphs(self.vllm_config, backends, self.kv_cache_config)
         graphs = self.padded_steps().graphs(plan, self.drafter)
         self.graphs = self.placed[self.placement].graphs = graphs
+
+    def capture_graphs(self) -> None:
+        """Of every placement, anew."""
+        for index in reversed(self.placed):
+            self.use_placement(index)
+            self.plan_graphs()
+            self.graphs.capture_all()
+
+    def reload_weights(self) -> None:
+        """Read the weights again, and capture the graphs again if they hold other numbers. Ranks
+        that share layers find the same."""
+        before = captured_numbers(self.models)
+        try:
+            self.load_weights()
+        finally:
+            if captured_numbers(self.models) != before and self.drop_graphs():
+                gc.collect()
+                current_platform.empty_cache()
+                self.capture_graphs()
 
     def padded_steps(self) -> PaddedSteps:
         """Steps without a real token, as graphs record them; for the memory that there is now."""

@@ -107,10 +107,7 @@ class Sleeper:
             del self._asleep[tag]
         if not self._asleep and self._captured:
             self._captured = False
-            for index in reversed(self._runner.placed):
-                self._runner.use_placement(index)
-                self._runner.plan_graphs()
-                self._runner.graphs.capture_all()
+            self._runner.capture_graphs()
 
     def _collect(self) -> None:
         gc.collect()

@@ -346,7 +346,7 @@ class Worker(WorkerPlacements):
     def reload_weights(self) -> None:
         """Read the checkpoint again into the same parameters."""
         with self.at_work():
-            self.model_runner.load_weights()
+            self.model_runner.reload_weights()
 
     def shutdown(self) -> None:
         """Drain the connector, free the device memory and leave the world."""

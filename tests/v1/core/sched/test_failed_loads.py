@@ -254,6 +254,31 @@ def test_who_has_the_blocks_of_a_load_anew_does_not_hear_that_it_failed(
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
+def test_who_shared_a_load_and_has_its_blocks_anew_does_not_hear_that_it_failed(how):
+    """It gave them up after the load's own request had, and computes what is in them now."""
+    driver = make_driver(policy="fail", async_scheduling=True)
+    prompt = prompt_of(0, 60)
+    request, other = make_request("a", prompt), make_request("b", [*prompt, 7])
+    driver.connector.matches |= {"a": [(48, False), (0, False)], "b": [(0, False)] * 2}
+    driver.add(request, other)
+    blocks = launch_loading(driver, request, 48)
+    manager = driver.scheduler.kv_cache_manager
+    assert manager.get_block_ids("b")[0][:3] == blocks[:3]
+    bad = set(blocks[:3])
+    if how == "preempt":
+        driver.scheduler.running.remove(request)
+        driver.scheduler._preempt(request)
+    driver.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    driver.scheduler._preempt_last()
+    driver.worker.slots.clear()
+    driver.launch()
+    assert bad & set(manager.get_block_ids("b")[0])
+    report(driver, invalid_block_ids=bad)
+    driver.run()
+    expect(driver, "b", [*prompt, 7])
+
+
+@pytest.mark.parametrize("how", ["abort", "preempt"])
 def test_what_was_computed_after_a_load_is_not_cached_before_its_outcome_is_known(how):
     """Who shares the load's blocks gives its own back before it hears that the load failed."""
     driver = make_driver(policy="recompute", async_scheduling=True)

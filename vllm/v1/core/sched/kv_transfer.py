@@ -136,8 +136,6 @@ class KVTransfer:
         if load is not None:
             # Nobody finds them any more, so whoever gets one later fills it anew.
             sharers = self._manager.holders_of(load.blocks)
-            if not request.is_finished:  # one that ends may keep them, for a transfer
-                sharers.discard(request.request_id)
             self._abandoned.append(replace(load, sharers=frozenset(sharers)))
             self._forget_after(request, load.start)
         elif self._loads or self._abandoned:
@@ -147,6 +145,9 @@ class KVTransfer:
             valid = self.num_valid_tokens(request, in_doubt)
             if valid is not None:
                 self._forget_after(request, valid)
+        if not request.is_finished:  # one that ends may keep its blocks, for a transfer
+            gone = {request.request_id}
+            self._abandoned = [replace(one, sharers=one.sharers - gone) for one in self._abandoned]
 
     def _forget_after(self, request: Request, num_tokens: int) -> None:
         self._manager.forget_after(request, num_tokens)

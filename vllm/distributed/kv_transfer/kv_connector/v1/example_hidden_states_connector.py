@@ -56,7 +56,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.hidden_states.spool import (
     remove_leftovers,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, read_hidden_states
+from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, file_metadata, read_hidden_states
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import RequestError
@@ -177,8 +177,7 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
         self._filenames: dict[str, str] = {}
         self._use_lock = flag(transfer, "use_synchronization_lock", True)
         self._num_writer_threads = num_writer_threads(transfer)
-        has_own_encoding = self._write_tensors is not ExampleHiddenStatesConnector._write_tensors
-        if has_own_encoding and self._storage != "auto":
+        if self._has_own_encoding and self._storage != "auto":
             name = type(self).__name__
             raise VLLMValidationError(
                 f"{STORAGE_DTYPE_KEY} {self._storage!r}: {name} encodes rows itself "
@@ -195,13 +194,17 @@ class ExampleHiddenStatesConnector(HiddenStatesConnector[HiddenStatesSaver]):
         allow_custom_path = flag(kv_transfer_config, "allow_custom_save_path", False)
         check_params(storage_path(kv_transfer_config), allow_custom_path, params, num_completions)
 
+    @property
+    def _has_own_encoding(self) -> bool:
+        return self._write_tensors is not ExampleHiddenStatesConnector._write_tensors
+
     # ---- worker side ---------------------------------------------------------------------------
 
     def _make_saver(self, copier: RowCopier) -> HiddenStatesSaver:
         remove_leftovers(self._storage_path)
         write: WriteTensors = self._write_tensors
-        if self._storage != "auto":
-            write = partial(write_file, metadata=copier.format.metadata)
+        if not self._has_own_encoding:
+            write = partial(write_file, metadata=file_metadata(copier.format, self._layer_ids))
         return HiddenStatesSaver(
             copier,
             write,

@@ -33,7 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.prefix_identity import (
     weights_identity,
 )
 from vllm.exceptions import VLLMValidationError
-from vllm.hidden_states_storage import STORAGE_DTYPE_KEY
+from vllm.hidden_states_storage import STORAGE_DTYPE_KEY, file_metadata
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
@@ -93,9 +93,6 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         self._num_writer_threads = num_writer_threads(self._kv_transfer_config)
         self._budget = budget
         self._rate = rate
-        speculative = vllm_config.speculative_config
-        assert speculative is not None
-        self._layers = sorted(speculative.extraction_layer_ids)
         self._model = "" if vllm_config.model_config is None else vllm_config.model_config.model
         self._source = self._source_now()
         #: scheduler side: whether weights and mixers are those that the dataset is of
@@ -123,7 +120,7 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         settings = {
             "model": self._model,
             "dtype": dtype,
-            "layers": self._layers,
+            "layers": self._layer_ids,
             **self._source,
         }
         if self._storage != "auto":
@@ -131,6 +128,7 @@ class LiveCaptureConnector(HiddenStatesConnector[LiveSaver]):
         return LiveSaver(
             copier,
             self._dataset(settings),
+            metadata=file_metadata(copier.format, self._layer_ids),
             budget=self._budget,
             num_writer_threads=self._num_writer_threads,
         )

@@ -116,10 +116,8 @@ class StreamHiddenStatesConnector(SinkConnector):
 
     def _make_saver(self, copier: RowCopier) -> SinkSaver:
         settings, row_format = self._settings, copier.format
-        speculative = self._vllm_config.speculative_config
-        assert speculative is not None
         rows = {
-            "layer_ids": speculative.extraction_layer_ids,
+            "layer_ids": self._layer_ids,
             "hidden_size": row_format.hidden,
             "dtype": str(row_format.dtype).removeprefix("torch."),
             "storage": row_format.storage,

@@ -170,6 +170,13 @@ class HiddenStatesConnector(ConnectorBesideSteps, Generic[SaverT]):
     def _make_saver(self, copier: RowCopier) -> SaverT:
         """Called once, on the rank that stores."""
 
+    @property
+    def _layer_ids(self) -> list[int]:
+        """Ids of the rows' columns, in their order."""
+        speculative = self._vllm_config.speculative_config
+        assert speculative is not None
+        return sorted(speculative.extraction_layer_ids)
+
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         if not stores_hidden_states():
             return

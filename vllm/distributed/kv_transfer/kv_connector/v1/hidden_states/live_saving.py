@@ -194,13 +194,20 @@ class LiveSave(RowSave):
 
 
 class LiveSaver(RowSaver):
-    """`budget`: bytes of the dataset."""
+    """`budget`: bytes of the dataset; `metadata`: of its files."""
 
     def __init__(
-        self, copier: RowCopier, dataset: LiveDataset, *, budget: int, num_writer_threads: int
+        self,
+        copier: RowCopier,
+        dataset: LiveDataset,
+        *,
+        metadata: dict[str, str],
+        budget: int,
+        num_writer_threads: int,
     ) -> None:
         super().__init__(copier, num_writer_threads)
         self._dataset = dataset
+        self._metadata = metadata
         self._budget = budget
         #: bytes on disk or on their way there
         self._promised = dataset.num_bytes
@@ -245,7 +252,7 @@ class LiveSaver(RowSaver):
         try:
             event.synchronize()
             tensors = {**rows.tensors, "token_ids": save.token_ids}
-            self._dataset.add(tensors, save.num_prompt, self._copier.format.metadata)
+            self._dataset.add(tensors, save.num_prompt, self._metadata)
         except Exception as error:
             # Of a full disk, which every request that comes meets, one line.
             trace = None if isinstance(error, OSError) else error
