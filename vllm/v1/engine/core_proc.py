@@ -7,6 +7,7 @@ Requests arrive on a ZMQ socket read by one thread, outputs leave through anothe
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import queue
@@ -27,6 +28,7 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
 from vllm.utils.parent_watch import ParentWatch, watch_parent
+from vllm.utils.silence import BEAT_S
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -311,8 +313,16 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
             startup_phases.take_events(),
         )
     )
-    ready.close()
+    threading.Thread(target=_beat, args=(ready,), name="core-beat", daemon=True).start()
     _run(core, proc, parent)
+
+
+def _beat(words: Connection) -> None:
+    """Thread: tell the front end that this process goes on."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        while True:
+            words.send_bytes(b"")
+            time.sleep(BEAT_S)
 
 
 def _run(core: EngineCore, proc: EngineCoreProc, parent: ParentWatch) -> None:
