@@ -101,8 +101,7 @@ class EngineCoreProc:
             self._drain()
         except BaseException as error:
             root = error if self._core.joint is None else self._core.joint.cause_of(error)
-            cause = f"{type(root).__name__}: {root}"
-            self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=cause)))
+            self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=_cause(root))))
             raise
         finally:
             self._outputs.put(None)
@@ -334,11 +333,19 @@ def _run(core: EngineCore, proc: EngineCoreProc, parent: ParentWatch) -> None:
         if parent.is_gone:
             failure = "the process of the API is gone"
     except Exception as error:
-        logger.exception("the engine core failed")
-        failure = f"{type(error).__name__}: {error}"
+        failure = _cause(error)
+        if isinstance(error, ExplainedError):
+            logger.error("the engine core failed: %s", failure)
+        else:
+            logger.exception("the engine core failed")
         raise SystemExit(1) from None
     finally:
         core.shutdown(failure)
+
+
+def _cause(error: BaseException) -> str:
+    """What others are told of it."""
+    return str(error) if isinstance(error, ExplainedError) else f"{type(error).__name__}: {error}"
 
 
 def import_everything() -> None:
