@@ -122,6 +122,11 @@ class HangWatch:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def locate(self, ranks: range, place: str) -> None:
+        """Where workers are, for errors."""
+        for rank in ranks:
+            self._members[rank].name = f"rank {rank} of {place}"
+
     def take(self, rank: int, beat: Beat) -> None:
         """The beat of a worker; on any thread."""
         self._members[rank].take(beat)

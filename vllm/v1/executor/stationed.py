@@ -101,6 +101,9 @@ class StationedExecutor(Executor):
         loaded = Question(self._ranks)
         for questions in self._open:
             questions.append(loaded)
+        for station in stations:
+            if station.name:
+                self._watch.locate(station.ranks, station.name)
         self._collector.start()
         self._watch.start()
         if self.vllm_config.parallel_config.replicas_share_experts:
