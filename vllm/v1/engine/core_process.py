@@ -14,7 +14,7 @@ from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
 from vllm.utils.activity import is_stopped
 from vllm.utils.exit_status import ending_signal, how_it_ended
-from vllm.utils.silence import Silence
+from vllm.utils.silence import BEAT_S, Silence
 from vllm.v1.engine import spare_process
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.serial_utils import pickle_setup
@@ -55,6 +55,7 @@ class CoreProcess:
         #: the core says here that it is ready, and then once a second that it goes on
         self.words: Connection = spare.ready
         self._silence: Silence | None = None
+        self._listened_s = 0.0
         #: why it was ended
         self.hang: str | None = None
         with contextlib.suppress(OSError):  # it died: `wait_ready` says so
@@ -98,8 +99,12 @@ class CoreProcess:
 
     def listen(self) -> None:
         """Take what the ready core has said, and end it if it hangs: `hang` says why. At least once
-        a second."""
+        a second; more often is no more work."""
         assert self._silence is not None
+        now_s = time.monotonic()
+        if now_s - self._listened_s < BEAT_S:
+            return
+        self._listened_s = now_s
         with contextlib.suppress(EOFError):  # it has ended
             while self.words.poll():
                 self.words.recv_bytes()
