@@ -13,6 +13,10 @@ class StartTimeoutError(ExplainedError, TimeoutError):
     """What a start waits for, and others have to bring, has not come in time."""
 
 
+class HangError(ExplainedError, TimeoutError):
+    """What somebody waits for does not go on."""
+
+
 class VLLMValidationError(ExplainedError, ValueError):
     """A value given by the user is wrong.
 

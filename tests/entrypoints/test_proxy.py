@@ -60,6 +60,9 @@ class Servers:
     #: host -> what its next looks at /health find; it is well after that
     looks: dict[str, list[bool]] = field(default_factory=dict)
     num_looks: int = 0
+    #: whom the proxy has asked to check a request, which one; the reply of all instead of 200
+    checked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    refusal: Callable[[], httpx.Response] | None = None
 
     async def handle(self, request: httpx.Request) -> httpx.Response:
         host = request.url.host
@@ -73,6 +76,9 @@ class Servers:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": host}]})
         body = json.loads(await request.aread())
+        if request.url.path.endswith("/render"):
+            self.checked.append((f"{host}{request.url.path}", body))
+            return httpx.Response(200) if self.refusal is None else self.refusal()
         self.seen.append((host, body, request.headers))
         if host in self.hanging:
             self.looks[host] = [False] * 10_000
@@ -341,6 +347,36 @@ async def test_a_wrong_request_is_told_by_the_first_engine() -> None:
         reply = await client.post("/v1/completions", content=b"[1]")
         assert reply.status_code == 400 and "not a JSON object" in reply.json()["error"]["message"]
         assert (await client.get("/v1/models")).json() == {"data": [{"id": "d0"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.asyncio
+async def test_what_a_second_engine_refuses_is_not_computed_by_a_first(path: str) -> None:
+    """Of fields that the first one does not get, too."""
+    told = {"error": {"message": "min_tokens is above max_tokens"}}
+    servers = Servers(hanging={"p0"}, refusal=lambda: json_reply(400, told))
+    async with servers.proxy() as client:
+        body = {**BODY, "min_tokens": 100}
+        reply = await asyncio.wait_for(client.post(path, json=body), 30)
+    assert reply.status_code == 400 and reply.json() == told
+    assert servers.checked == [(f"d0{path}/render", body)]
+    assert servers.hosts() == ["p0"] and servers.stopped == ["p0"]
+
+
+@pytest.mark.parametrize("status", [200, 404, 500, None])
+@pytest.mark.asyncio
+async def test_a_check_that_finds_nothing_changes_nothing(status: int | None) -> None:
+    """Servers of others need not have it."""
+
+    def refuse() -> httpx.Response:
+        if status is None:
+            raise httpx.ReadError("gone")
+        return json_reply(status, {"error": "x"})
+
+    servers = Servers(refusal=refuse)
+    async with servers.proxy() as client:
+        assert (await client.post("/v1/completions", json=BODY)).json() == {"text": "from d0"}
+    assert servers.hosts() == ["p0", "d0"]
 
 
 @pytest.mark.asyncio

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm.exceptions import HangError
 from vllm.v1.engine.core_messages import CoreAddresses
 from vllm.v1.engine.core_proc import EngineCoreProc, _run
 
@@ -98,3 +99,15 @@ def test_an_error_of_the_core_is_no_stop(tmp_path):
     with pytest.raises(SystemExit):
         _run(core, proc, SimpleNamespace(is_gone=False))
     assert core.ends == ["KeyError: 'block'"]
+
+
+def test_an_error_that_explains_itself_has_no_trace(tmp_path, caplog):
+    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
+    core = IdleCore()
+    proc = EngineCoreProc(core, addresses)
+    core.failure_callbacks[0](HangError("the worker of rank 1 does not go on"))
+    with pytest.raises(SystemExit):
+        _run(core, proc, SimpleNamespace(is_gone=False))
+    assert core.ends == ["the worker of rank 1 does not go on"]
+    assert "the engine core failed: the worker of rank 1 does not go on" in caplog.text
+    assert "Traceback" not in caplog.text

@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 from tests.v1.executor.fake_worker import gone
 from vllm import LLM
 from vllm.distributed.parallel_state import get_world_group
+from vllm.exceptions import HangError
 from vllm.v1.engine.joint_steps import JointSteps
 from vllm.v1.executor import hang_watch
 from vllm.v1.worker.worker import Worker
@@ -140,6 +141,6 @@ def test_a_replica_that_does_not_come_to_the_start(
 
     monkeypatch.setattr(kind, name, late_method)
     before, began = set(children()), time.monotonic()
-    with pytest.raises(RuntimeError, match="go(es)? on, for 4 s: .* waits for "):
+    with pytest.raises(HangError, match="go(es)? on, for 4 s: .* waits for "):
         start()
     assert gone(list(set(children()) - before)) and time.monotonic() - began < END_S

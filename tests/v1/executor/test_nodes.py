@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
 import signal
@@ -19,14 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.ports import free_port
-from tests.tiny_models import tiny_model
 from tests.v1.executor.fake_worker import FakeWorker, filled, gone, processes, step, wait_until
+from tests.v1.executor.two_hosts import WAIT_S, Hosts, Node
 from vllm.config import VllmConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.launcher import stop_start_at_signals
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.start_method import start_method
 from vllm.v1.executor import node_link, stationed
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.node import NodeEndedError, NodeRefusedError, run_node
@@ -34,83 +29,6 @@ from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
 
 pytestmark = pytest.mark.usefixtures("forking")
-
-#: longest wait for a process on a busy machine
-_WAIT_S = 60
-
-
-class Node:
-    """The host 1, or another one, as a process."""
-
-    def __init__(self, config: VllmConfig, node_rank: int = 1, **parallel: Any) -> None:
-        config = copy.copy(config)
-        config.parallel_config = copy.copy(config.parallel_config)
-        config.parallel_config.node_rank = node_rank
-        for name, value in parallel.items():
-            setattr(config.parallel_config, name, value)
-        # A forked process waits for ever for the threads that OpenMP had in this one.
-        assert start_method("node") == "fork"
-        context = multiprocessing.get_context("fork")
-        self._result, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_run, args=(config, theirs))
-        self.process.start()
-        theirs.close()
-
-    def result(self) -> BaseException | None:
-        """How it has ended: without an error, or with which."""
-        assert self._result.poll(_WAIT_S), "the node does not end"
-        error: BaseException | None = self._result.recv()
-        self.process.join(_WAIT_S)
-        return error
-
-    def tree(self) -> list[psutil.Process]:
-        """The process and its workers."""
-        one = psutil.Process(self.process.pid)
-        return [one, *one.children()]
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.process.kill()
-        self.process.join(_WAIT_S)
-
-
-def _run(config: VllmConfig, result: Connection) -> None:
-    stop_start_at_signals()
-    try:
-        run_node(config)
-        result.send(None)
-    except BaseException as error:
-        result.send(error)
-
-
-class Hosts:
-    """Makes the parts of one engine of two workers on two hosts."""
-
-    def __init__(self, **parallel: Any) -> None:
-        self.port = free_port()
-        sizes = {"tensor_parallel_size": 2, "nnodes": 2, **parallel}
-        args = EngineArgs(model=str(tiny_model("llama")), master_port=self.port, **sizes)
-        self.config = args.create_engine_config()
-        self.nodes: list[Node] = []
-        self.executors: list[MultiprocExecutor] = []
-
-    def node(self, *args: Any, **parallel: Any) -> Node:
-        self.nodes.append(Node(self.config, *args, **parallel))
-        return self.nodes[-1]
-
-    def executor(self) -> MultiprocExecutor:
-        self.executors.append(MultiprocExecutor(self.config))
-        return self.executors[-1]
-
-    def both(self) -> tuple[MultiprocExecutor, Node]:
-        node = self.node()
-        return self.executor(), node
-
-    def end(self) -> None:
-        for executor in self.executors:
-            executor.shutdown()
-        for node in self.nodes:
-            node.end()
 
 
 @pytest.fixture
@@ -139,7 +57,7 @@ def test_both_hosts_take_steps_and_calls(hosts: Hosts) -> None:
         (0, list(range(20))),
         (1, list(range(20))),
     ]
-    assert [future.result(_WAIT_S).req_ids for future in futures] == [["0"]] * 20
+    assert [future.result(WAIT_S).req_ids for future in futures] == [["0"]] * 20
     assert executor.collective_rpc("place") == [(0, 0), (1, 0)], "the first of its host each"
     pids = executor.collective_rpc("pid")
     assert [psutil.Process(pid).ppid() for pid in pids] == [os.getpid(), node.process.pid]
@@ -166,8 +84,8 @@ def test_the_last_stage_on_another_host_answers_and_has_the_masks(
     executor, _ = hosts.both()
     masked, plain = step(executor, 0, "masks"), step(executor, 1)
     executor.send_token_masks(filled(7))
-    assert masked.result(_WAIT_S).sampled_token_ids == [[0], [[7]]]
-    assert plain.result(_WAIT_S).req_ids == ["1"]
+    assert masked.result(WAIT_S).sampled_token_ids == [[0], [[7]]]
+    assert plain.result(WAIT_S).req_ids == ["1"]
 
 
 def test_hosts_have_equally_many_ranks_in_order(make_hosts: Callable[..., Hosts]) -> None:
@@ -214,7 +132,7 @@ def test_a_host_that_dies_ends_all(hosts: Hosts) -> None:
     waiting = step(executor, 0, "masks")
     os.kill(node.process.pid or 0, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"node 1 .127.0.0.1, rank 1. is gone"):
-        waiting.result(_WAIT_S)
+        waiting.result(WAIT_S)
     wait_until(lambda: len(failures) == 1)
     wait_until(lambda: gone(workers))
     with pytest.raises(WorkerDiedError, match="node 1"):
@@ -227,7 +145,7 @@ def test_a_worker_that_dies_on_another_host_ends_all(hosts: Hosts, during_step: 
     workers = processes(executor)
     waiting = step(executor, 0, "die 1" if during_step else "")
     if not during_step:
-        waiting.result(_WAIT_S)
+        waiting.result(WAIT_S)
         workers[1].kill()
     named = r"the worker of rank 1 died \(SIGKILL\), on node 1 \(127.0.0.1, rank 1\)"
     error = node.result()
@@ -252,14 +170,14 @@ def test_an_error_that_a_death_elsewhere_has_caused_is_not_the_cause(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first host's collectives fail before it hears of the death."""
-    monkeypatch.setattr(stationed, "_BLAME_OF_HOSTS_S", _WAIT_S)
+    monkeypatch.setattr(stationed, "_BLAME_OF_HOSTS_S", WAIT_S)
     executor, _ = hosts.both()
     workers = processes(executor)
     workers[1].suspend()
     killer = threading.Timer(0.3, workers[1].kill)
     killer.start()
     with pytest.raises(WorkerDiedError, match="rank 1 died"):
-        step(executor, 0, "fail 0").result(_WAIT_S)
+        step(executor, 0, "fail 0").result(WAIT_S)
 
 
 def test_a_failing_step_on_another_host_keeps_its_error(
@@ -270,7 +188,7 @@ def test_a_failing_step_on_another_host_keeps_its_error(
     workers = processes(executor)
     step(executor, 0, "fail 1")
     with pytest.raises(RuntimeError, match="rank 1 cannot"):
-        step(executor, 1, "hang").result(_WAIT_S)
+        step(executor, 1, "hang").result(WAIT_S)
     assert isinstance(node.result(), NodeEndedError)
     wait_until(lambda: gone(workers))
 

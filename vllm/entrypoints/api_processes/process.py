@@ -121,6 +121,7 @@ class CommandedEngine:
         own = (
             *(self.abort, self.metrics, self.rest, self.go_on, self.slept),
             *(self.call_off, self.woke_up, self.placed, self.lose_core, self.stop),
+            self.say_something,
         )
         return {handler.__name__: handler for handler in own}
 
@@ -166,6 +167,9 @@ class CommandedEngine:
         """The core has died."""
         for link in self._client.links:
             link.lose(cause)
+
+    async def say_something(self) -> None:
+        """The answer is that this process goes on."""
 
     async def stop(self) -> None:
         """Finish what runs, then end."""

@@ -32,6 +32,7 @@ from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
 from vllm.utils.fork_server import ForkError, start
+from vllm.utils.silence import BEAT_S, Silence
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_client import AsyncMPClient
 from vllm.v1.engine.core_link import RunningCore
@@ -62,6 +63,19 @@ class _ApiProcess:
         self.pipe, theirs = multiprocessing.Pipe()
         self.process = start("API process", run_api_process, (theirs, sock), f"vllm-api-{place}")
         theirs.close()
+        assert self.process.pid is not None
+        self._silence = Silence(self.process.pid)
+        self._asking: asyncio.Task[Any] | None = None
+
+    def listen(self) -> str | None:
+        """Ask whether it goes on; what is wrong with it, None if nothing is. Once a second."""
+        asked = self._asking
+        if self.port is None or not self.is_ready or (asked is not None and asked.done()):
+            self._silence.end()
+            self._asking = None
+        if self.port is not None and self.is_ready and self._asking is None:
+            self._asking = asyncio.get_running_loop().create_task(_tell(self.port, "say_something"))
+        return self._silence.look()
 
     def kill(self) -> None:
         """End it now."""
@@ -142,6 +156,7 @@ class Supervisor:
                 self._introduce(process)
             self._spawn_task(self._follow_core())
             self._spawn_task(self._log_throughput())
+            self._spawn_task(self._listen())
             await self._all_gone.wait()
             return self._exit_code
         finally:
@@ -224,8 +239,7 @@ class Supervisor:
         self._exit_code = 1
         for process in self._processes.values():
             if process.port is not None:
-                with contextlib.suppress(PeerGoneError):
-                    await process.port.call("lose_core", error.cause or "it died")
+                self._spawn_task(_tell(process.port, "lose_core", error.cause or "it died"))
         if envs.VLLM_KEEP_ALIVE_ON_ENGINE_DEATH and self._processes:
             return
         # They end by themselves when their requests have had the error.
@@ -233,6 +247,15 @@ class Supervisor:
         if not self._processes:
             self._all_gone.set()
         self._spawn_task(self._kill_later(_GRACE_S))
+
+    async def _listen(self) -> None:
+        """End processes that hang, as if they had died."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for place, process in self._processes.items():
+                if (hang := process.listen()) is not None:
+                    logger.error("API process %d %s; it is ended", place, hang)
+                    process.process.kill()
 
     async def _log_throughput(self) -> None:
         while True:
@@ -309,15 +332,17 @@ class Supervisor:
             if not process.is_ready:
                 process.process.kill()
             elif process.port is not None:
-                self._spawn_task(self._tell_to_stop(process.port))
+                self._spawn_task(_tell(process.port, "stop"))
         self._spawn_task(self._kill_later(self._args.shutdown_timeout + _GRACE_S))
-
-    async def _tell_to_stop(self, port: ControlPort) -> None:
-        with contextlib.suppress(PeerGoneError):
-            await port.call("stop")
 
     async def _kill_later(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
         for process in self._processes.values():
             logger.error("API process %d does not end and is killed", process.place)
             process.process.kill()
+
+
+async def _tell(port: ControlPort, name: str, *args: Any) -> None:
+    """Call a process, and wait until it has done so or has ended."""
+    with contextlib.suppress(PeerGoneError):
+        await port.call(name, *args)

@@ -3,7 +3,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -116,6 +116,8 @@ _OF_THE_ANSWER = (
 _DECODE_TIMEOUT = httpx.Timeout(10.0, read=None)
 
 
+#: what a server for answers says of a request that it will not take
+_REFUSALS = (400, 422)
 _NO_DECODE = "no decode server can be reached"
 
 
@@ -200,17 +202,54 @@ class TwoPhases:
     async def answer(
         self, path: str, body: Body, headers: Mapping[str, str]
     ) -> Answer | httpx.Response:
-        """The second engine's reply, or the first one's where the request is wrong. Raises
+        """The second engine's reply, or the first one's where the request is wrong for that. Raises
         `NobodyThere`."""
         if self._decode.next() is None:  # nobody would fetch the prompt's state
             raise NobodyThere(_NO_DECODE)
         if not needs_one_engine(body):
-            state = await self._compute_prompt(path, body, headers)
+            state = await self._prompt_unless_refused(path, body, headers)
             if isinstance(state, httpx.Response):
                 return state
             if state is not None:
                 body = {**body, "kv_transfer_params": state}
         return await self._decode_with(path, body, headers)
+
+    async def _prompt_unless_refused(
+        self, path: str, body: Body, headers: Mapping[str, str]
+    ) -> Body | httpx.Response | None:
+        """As `_compute_prompt`, which is called off when the second engine refuses the request: the
+        first one does not see all of it."""
+        computing = asyncio.ensure_future(self._compute_prompt(path, body, headers))
+        checking = asyncio.ensure_future(self._refusal(path, body, headers))
+        try:
+            await asyncio.wait({computing, checking}, return_when=asyncio.FIRST_COMPLETED)
+            if not computing.done() and (refusal := checking.result()) is not None:
+                return refusal
+            return await computing
+        finally:
+            for one in (computing, checking):
+                one.cancel()  # if it has not ended
+            await asyncio.wait({computing, checking})
+
+    async def _refusal(
+        self, path: str, body: Body, headers: Mapping[str, str]
+    ) -> httpx.Response | None:
+        """Why an engine would not answer, asked before there is a state; None where it would, or
+        where that cannot be asked."""
+        instance = self._decode.next()
+        if instance is None:
+            return None
+        request = self._http.build_request(
+            "POST", f"{instance.url}{path}/render", json=body, headers=headers
+        )
+        try:
+            async with aclosing(await self._http.send(request, stream=True)) as reply:
+                if reply.status_code in _REFUSALS:
+                    await reply.aread()
+                    return reply
+        except httpx.HTTPError:  # noticed again, and reported, when it is to answer
+            return None
+        return None
 
     async def _compute_prompt(
         self, path: str, body: Body, headers: Mapping[str, str]

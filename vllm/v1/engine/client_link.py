@@ -16,6 +16,7 @@ import zmq
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.own_process import OwnProcess
+from vllm.utils.silence import BEAT_S
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -172,9 +173,12 @@ class ClientLink(ABC):
         poller.register(self._stop_read, zmq.POLLIN)
         if self.core is not None:
             poller.register(self.core.process.sentinel, zmq.POLLIN)
+        listen_ms = None if self.core is None else int(BEAT_S * 1000)
         try:
             while True:
-                events = dict(poller.poll())
+                events = dict(poller.poll(listen_ms))
+                if self.core is not None and not self._closing:
+                    self.core.listen()
                 if self._stop_read in events:
                     return self._die(self._core_ended() or "it was shut down")
                 if self._outputs in events:

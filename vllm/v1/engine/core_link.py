@@ -96,6 +96,8 @@ class CoreLink(ClientLink):
         if self._closing or self.core.process.is_alive():
             return None
         self.core.process.join(1.0)
+        if self.core.hang is not None:
+            return self.core.hang
         return f"its process ended (exit code {self.core.process.exitcode})"
 
     def begin_close(self) -> None:

@@ -7,6 +7,7 @@ Requests arrive on a ZMQ socket read by one thread, outputs leave through anothe
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import queue
@@ -27,6 +28,7 @@ from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.utils.imports import gc_paused, short_turns
 from vllm.utils.parent_watch import ParentWatch, watch_parent
+from vllm.utils.silence import BEAT_S
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -99,8 +101,7 @@ class EngineCoreProc:
             self._drain()
         except BaseException as error:
             root = error if self._core.joint is None else self._core.joint.cause_of(error)
-            cause = f"{type(root).__name__}: {root}"
-            self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=cause)))
+            self._outputs.put((_EVERYONE, EngineCoreOutputs(fatal=_cause(root))))
             raise
         finally:
             self._outputs.put(None)
@@ -311,8 +312,16 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
             startup_phases.take_events(),
         )
     )
-    ready.close()
+    threading.Thread(target=_beat, args=(ready,), name="core-beat", daemon=True).start()
     _run(core, proc, parent)
+
+
+def _beat(words: Connection) -> None:
+    """Thread: tell the front end that this process goes on."""
+    with contextlib.suppress(OSError):  # nobody listens any more
+        while True:
+            words.send_bytes(b"")
+            time.sleep(BEAT_S)
 
 
 def _run(core: EngineCore, proc: EngineCoreProc, parent: ParentWatch) -> None:
@@ -324,11 +333,19 @@ def _run(core: EngineCore, proc: EngineCoreProc, parent: ParentWatch) -> None:
         if parent.is_gone:
             failure = "the process of the API is gone"
     except Exception as error:
-        logger.exception("the engine core failed")
-        failure = f"{type(error).__name__}: {error}"
+        failure = _cause(error)
+        if isinstance(error, ExplainedError):
+            logger.error("the engine core failed: %s", failure)
+        else:
+            logger.exception("the engine core failed")
         raise SystemExit(1) from None
     finally:
         core.shutdown(failure)
+
+
+def _cause(error: BaseException) -> str:
+    """What others are told of it."""
+    return str(error) if isinstance(error, ExplainedError) else f"{type(error).__name__}: {error}"
 
 
 def import_everything() -> None:

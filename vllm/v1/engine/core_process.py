@@ -14,6 +14,7 @@ from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
 from vllm.utils.activity import is_stopped
 from vllm.utils.exit_status import ending_signal, how_it_ended
+from vllm.utils.silence import BEAT_S, Silence
 from vllm.v1.engine import spare_process
 from vllm.v1.engine.core_messages import CoreAddresses, CoreReady, CoreSetup
 from vllm.v1.serial_utils import pickle_setup
@@ -51,7 +52,12 @@ class CoreProcess:
         spare = spare_process.take() if environment is None else None
         spare = spare or spare_process.SpareProcess(environment=environment)
         self.process = spare.process
-        self._ready: Connection = spare.ready
+        #: the core says here that it is ready, and then once a second that it goes on
+        self.words: Connection = spare.ready
+        self._silence: Silence | None = None
+        self._listened_s = 0.0
+        #: why it was ended
+        self.hang: str | None = None
         with contextlib.suppress(OSError):  # it died: `wait_ready` says so
             spare.give(setup, addresses)
 
@@ -63,15 +69,16 @@ class CoreProcess:
         `TimeoutError` after `VLLM_ENGINE_READY_TIMEOUT_S`.
         """
         first_to_report([self])
-        timeout_s, ready = envs.VLLM_ENGINE_READY_TIMEOUT_S, self._ready
+        timeout_s, words = envs.VLLM_ENGINE_READY_TIMEOUT_S, self.words
         try:
-            message = ready.recv() if ready.poll() else None
+            message = words.recv() if words.poll() else None
         except EOFError:
             message = None
-        finally:
-            ready.close()
         if isinstance(message, CoreReady):
+            assert self.process.pid is not None
+            self._silence = Silence(self.process.pid)
             return message
+        words.close()
         if isinstance(message, Exception):
             raise message
         self.process.join(1.0)
@@ -90,6 +97,22 @@ class CoreProcess:
             "`if __name__ == '__main__':` when processes are spawned"
         )
 
+    def listen(self) -> None:
+        """Take what the ready core has said, and end it if it hangs: `hang` says why. At least once
+        a second; more often is no more work."""
+        assert self._silence is not None
+        now_s = time.monotonic()
+        if now_s - self._listened_s < BEAT_S:
+            return
+        self._listened_s = now_s
+        with contextlib.suppress(EOFError):  # it has ended
+            while self.words.poll():
+                self.words.recv_bytes()
+                self._silence.end()
+        if self.hang is None and (hang := self._silence.look()) is not None:
+            self.hang = f"its process {hang}"
+            self.process.kill()
+
     def stop(self, timeout_s: float) -> None:
         """Wait for the process to end by itself, then terminate, then kill it."""
         if is_stopped(self.process.pid):  # which ends at nobody's word
@@ -101,13 +124,14 @@ class CoreProcess:
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
+        self.words.close()
 
 
 def first_to_report(cores: Sequence[CoreProcess]) -> CoreProcess:
     """Block until one of these is ready or has failed, for as long as a start may take; the first
     of them if none is then."""
     sources: list[Any] = [
-        source for core in cores for source in (core._ready, core.process.sentinel)
+        source for core in cores for source in (core.words, core.process.sentinel)
     ]
     deadline = cores[0]._began_s + envs.VLLM_ENGINE_READY_TIMEOUT_S
     # In slices: a signal that arrives just before a wait is handled after it.

@@ -7,6 +7,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from vllm.exceptions import HangError
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.joint_steps import JointSteps
 from vllm.v1.engine.replica_mesh import names
@@ -96,4 +97,4 @@ class StepsInFlight:
     def _overdue(self) -> Exception:
         error = self._executor.overdue()
         silent = [] if self._joint is None else self._joint.silent()
-        return TimeoutError(f"{names(silent)} did not answer: {error}") if silent else error
+        return HangError(f"{names(silent)} did not answer: {error}") if silent else error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
 from vllm.config import VllmConfig
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import HangError, VLLMValidationError
 from vllm.utils.class_registry import resolve_class
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.device_checks import check_devices
@@ -80,7 +80,7 @@ class Executor(ABC):
 
     def overdue(self) -> Exception:
         """The oldest step has no result after `step_timeout_s`: give up. Returns what to raise."""
-        return TimeoutError(overdue_message(self.step_timeout_s))
+        return HangError(overdue_message(self.step_timeout_s))
 
     def check_experts(self) -> None:
         """`VLLMValidationError` where experts are to be spread and no pipeline stage has any."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from vllm import envs
+from vllm.exceptions import HangError
 from vllm.v1.executor.pulse import BEAT_S, LONGEST_BEAT_S, Beat
 from vllm.v1.executor.replica_reports import ReplicaReports, Report
 
@@ -121,6 +122,11 @@ class HangWatch:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def locate(self, ranks: range, place: str) -> None:
+        """Where workers are, for errors."""
+        for rank in ranks:
+            self._members[rank].name = f"rank {rank} of {place}"
+
     def take(self, rank: int, beat: Beat) -> None:
         """The beat of a worker; on any thread."""
         self._members[rank].take(beat)
@@ -141,7 +147,7 @@ class HangWatch:
                 found = self.look(min(now_s - before_s, LONGEST_BEAT_S))
                 before_s = now_s
                 if found is not None:
-                    raise TimeoutError(found)
+                    raise HangError(found)
                 self._stopped.wait(BEAT_S)
         except Exception as error:  # without a watch there may be a hang that nobody ends
             self._ends(error)
@@ -164,7 +170,8 @@ class HangWatch:
             return None
         what, limit_s = wrong
         places = "; ".join(place for report in reports for place in report.places)
-        return f"{what}, for {limit_s:g} s: {places}"
+        more = "if that may take longer, set VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+        return f"{what}, for {limit_s:g} s: {places}; {more}"
 
     def _wrong(self, own: Report, reports: Sequence[Report]) -> tuple[str, float] | None:
         """What, and for how long."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import pickle
 import selectors
 import time
@@ -20,6 +21,7 @@ from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.message_socket import MessageSocket, interface_of
 from vllm.v1.executor.node_agreement import agreement
 from vllm.v1.executor.node_messages import TOLD_TO_STOP, Hello, NodeSetup, Tag
+from vllm.v1.executor.pulse import BEAT_S
 from vllm.v1.executor.station import WorkerDiedError, failure_of
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
 
@@ -96,6 +98,7 @@ class _Node:
         self._connection = connection
         self._workers = workers
         self._place = place
+        self._beaten_s = -BEAT_S
 
     def run(self) -> None:
         """Until the end, which is that of the workers, too."""
@@ -121,8 +124,10 @@ class _Node:
         with selectors.DefaultSelector() as selector:
             for source in (self._connection, *self._workers.sources):
                 selector.register(source, selectors.EVENT_READ, source)
-            while events := selector.select(None if death is None else _VERDICT_S):
-                for key, _ in events:
+            deadline = math.inf
+            while time.monotonic() < deadline:
+                self._beat()
+                for key, _ in selector.select(BEAT_S):
                     if key.data is self._connection:
                         for message in self._take():
                             if message[0] == Tag.END:
@@ -134,7 +139,7 @@ class _Node:
                         for rank, answer in self._workers.take(key.data):
                             self._say(Tag.ANSWER.of(rank.to_bytes(4, "little") + answer))
                     except WorkerDiedError as error:
-                        death = error
+                        death, deadline = error, time.monotonic() + _VERDICT_S
                         selector.unregister(key.data)
                         was_killed = error.was_killed
                         self._say(Tag.DIED.of_json(reason=str(error), was_killed=was_killed))
@@ -150,7 +155,16 @@ class _Node:
         with contextlib.suppress(_Stuck):
             self._workers.send(message, self._check)
 
+    def _beat(self) -> None:
+        """Once a second: this host goes on, and these workers are seen to do something."""
+        now_s = time.monotonic()
+        if now_s - self._beaten_s >= BEAT_S:
+            self._beaten_s = now_s
+            working = [rank for rank in self._workers.ranks if self._workers.sees_work(rank)]
+            self._say(Tag.BEAT.of_json(working=working))
+
     def _check(self) -> None:
+        self._beat()
         if self._connection.is_closed() or self._workers.has_ended:
             raise _Stuck
 

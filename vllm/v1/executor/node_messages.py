@@ -23,7 +23,7 @@ class Tag(enum.IntEnum):
     """To another node: `SETUP` a pickled `NodeSetup` once all nodes are there, `WORK` a message for
     its workers, `END` JSON with the `reason`, null for a stop that was asked for. To the first
     node: `ANSWER` four bytes of rank and a pickled answer, `DIED` JSON about a worker, `LEAVING`
-    JSON with the `reason`."""
+    JSON with the `reason`, `BEAT` once a second JSON with the ranks whose workers are `working`."""
 
     SETUP = 0
     WORK = 1
@@ -31,6 +31,7 @@ class Tag(enum.IntEnum):
     ANSWER = 3
     DIED = 4
     LEAVING = 5
+    BEAT = 6
 
     def of(self, content: bytes) -> bytes:
         """The message."""

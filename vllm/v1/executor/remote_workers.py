@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.node_messages import Tag
+from vllm.v1.executor.pulse import BEAT_S
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 
 
@@ -20,6 +21,9 @@ class RemoteWorkers(Station):
         self.ranks = ranks
         self.name = name
         self._connection = connection
+        #: of the last beat
+        self._working: list[int] | None = None
+        self._beaten_s = 0.0
 
     @property
     def own_address(self) -> str:
@@ -57,6 +61,9 @@ class RemoteWorkers(Station):
             tag, content = Tag(message[0]), message[1:]
             if tag is Tag.ANSWER:
                 yield int.from_bytes(content[:4], "little"), content[4:]
+            elif tag is Tag.BEAT:
+                self._working = json.loads(content)["working"]
+                self._beaten_s = time.monotonic()
             else:
                 raise self._end(tag, **json.loads(content))
 
@@ -68,7 +75,10 @@ class RemoteWorkers(Station):
         return []
 
     def sees_work(self, rank: int) -> bool | None:
-        return None
+        if self._working is None:  # it says nothing of this, or its workers begin
+            return None
+        beats = time.monotonic() - self._beaten_s < 3 * BEAT_S
+        return beats and rank in self._working
 
     def begin_end(self, reason: str | None) -> None:
         with contextlib.suppress(OSError):

@@ -39,6 +39,8 @@ class Station(ABC):
     """Workers of consecutive ranks. Messages are sent by one thread at a time; one thread takes."""
 
     ranks: range
+    #: where they are, for errors; empty: here
+    name = ""
 
     @abstractmethod
     def send(self, message: bytes, check: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import HangError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils import startup_phases
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -101,6 +101,9 @@ class StationedExecutor(Executor):
         loaded = Question(self._ranks)
         for questions in self._open:
             questions.append(loaded)
+        for station in stations:
+            if station.name:
+                self._watch.locate(station.ranks, station.name)
         self._collector.start()
         self._watch.start()
         if self.vllm_config.parallel_config.replicas_share_experts:
@@ -234,7 +237,7 @@ class StationedExecutor(Executor):
         ranks = ", ".join(map(str, slow))
         who = f"the worker of rank {ranks} does not go on: " if slow else ""
         what = f"{who}{overdue_message(self.step_timeout_s)}; {self._watch.places()}"
-        self._fail(TimeoutError(what))
+        self._fail(HangError(what))
         assert self._failure is not None, "who waits for a step has not shut the executor down"
         return self._failure
 

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine cores in processes that are stopped, for good or for a while."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from tests.v1.executor.fake_worker import gone
+from vllm import LLM, SamplingParams
+from vllm.utils import silence
+from vllm.v1.engine.exceptions import EngineDeadError
+
+pytestmark = [
+    pytest.mark.usefixtures("forking"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
+]
+
+#: instead of 20 s; more than the 3 s after which the process is looked at
+LIMIT_S = 4.0
+#: from the stop to the end of all processes
+END_S = 30.0
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[LLM, list[Any]]]]:
+    """An engine, and its cores in the order of their replicas."""
+    monkeypatch.setattr(silence, "LIMIT_S", LIMIT_S)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    started: list[LLM] = []
+
+    def make(**options: Any) -> tuple[LLM, list[Any]]:
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
+        settings |= {"kv_cache_memory_bytes": 16 * 2**20, "max_num_seqs": 4}
+        llm = LLM(str(tiny_model("llama")), **settings, **options)
+        started.append(llm)
+        links = llm.llm_engine.engine_core.links  # type: ignore[attr-defined]
+        return llm, [psutil.Process(link.core.process.pid) for link in links]
+
+    yield make
+    for one in started:
+        one.llm_engine.engine_core.shutdown()
+
+
+def ask(llm: LLM, num_prompts: int = 1) -> int:
+    """The number of tokens that come."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(num_prompts)]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)  # type: ignore[arg-type]
+    return sum(len(one.outputs[0].token_ids) for one in outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "who"),
+    [({"tensor_parallel_size": 2}, ""), ({"data_parallel_size": 2}, "replica 1")],
+)
+def test_a_core_that_is_stopped_ends_the_engine(
+    start: Any, options: dict[str, int], who: str
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    llm, cores = start(**options)
+    own = list(set(psutil.Process().children(recursive=True)) - before)
+    assert ask(llm) == 8
+    cores[-1].suspend()
+    began = time.monotonic()
+    with pytest.raises(EngineDeadError, match=f"{who}.* says nothing and does nothing for 4 s"):
+        ask(llm, num_prompts=4)
+    llm.llm_engine.engine_core.shutdown()
+    assert gone(own) and time.monotonic() - began < END_S
+
+
+def test_a_core_that_goes_on_early_is_not_ended(start: Any) -> None:
+    llm, (core,) = start()
+    core.suspend()
+    time.sleep(LIMIT_S / 2)
+    core.resume()
+    assert ask(llm) == 8
