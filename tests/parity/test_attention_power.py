@@ -17,11 +17,11 @@ from vllm.config import VllmConfig
 from vllm.kernels.moe import ClampedSwiglu, ExpertsProblem
 from vllm.model_executor.layers import mlp, rotary_embedding
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.moe import MixtureOfExperts
 from vllm.model_executor.models import gemma3, gpt_oss, olmo_hybrid
 from vllm.model_executor.models.olmo_hybrid import WholeNormAttention
+from vllm.v1.attention.backends.paged import PagedAttentionImpl
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.model_runner import ModelRunner
 
@@ -106,7 +106,8 @@ def _shape_of(module: ModuleType, name: str, **changes: object) -> Damage:
 
 
 def _no_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "_set_sinks", lambda self, sinks: None)
+    ignored = property(lambda self: None, lambda self, sinks: None)
+    monkeypatch.setattr(PagedAttentionImpl, "sinks", ignored)
 
 
 def _no_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
