@@ -80,7 +80,7 @@ async def test_a_process_that_hangs_is_ended(
 ) -> None:
     """One that answers is not, and neither is one that starts."""
     monkeypatch.setattr(silence, "LIMIT_S", 0.4)
-    monkeypatch.setattr(silence, "_SILENT_S", 0.1)
+    monkeypatch.setattr(silence, "SILENT_S", 0.1)
     monkeypatch.setattr(supervisor_module, "BEAT_S", 0.05)
     children = [start_child() for _ in range(3)]
     hangs, answers, starts = (api_process(child, place) for place, child in enumerate(children))

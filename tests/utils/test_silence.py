@@ -17,7 +17,7 @@ from vllm.utils.silence import Silence
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence, "LIMIT_S", 0.5)
-    monkeypatch.setattr(silence, "_SILENT_S", 0.2)
+    monkeypatch.setattr(silence, "SILENT_S", 0.2)
 
 
 def looks(listened: Silence, seconds: float, says: bool = False) -> str | None:
@@ -51,7 +51,7 @@ def test_who_works_and_who_speaks_goes_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_pause_of_whoever_listens_counts_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a whole server is stopped and goes on."""
-    monkeypatch.setattr(silence, "_LONGEST_LOOK_S", 0.1)
+    monkeypatch.setattr(silence, "LONGEST_LOOK_S", 0.1)
     listened = Silence(0)  # of whom nothing is seen
     time.sleep(0.7)
     assert listened.look() is None

@@ -8,14 +8,14 @@ import time
 from vllm import envs
 from vllm.utils.activity import Activity, Scope
 
-#: how often a process says that it goes on
+#: how often a process, or a thread, says that it goes on
 BEAT_S = 1.0
 #: how long it may say and do nothing, unless `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` allows more
 LIMIT_S = 20.0
 #: a pause of whoever listens counts no more than this
-_LONGEST_LOOK_S = 2 * BEAT_S
+LONGEST_LOOK_S = 2 * BEAT_S
 #: who has said nothing for this long may not run
-_SILENT_S = 3 * BEAT_S
+SILENT_S = 3 * BEAT_S
 
 
 class Silence:
@@ -35,9 +35,9 @@ class Silence:
         """What is wrong with the process, at most a second after the last look; None as long as it
         may go on."""
         now_s = time.monotonic()
-        self._silent_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._silent_s += min(now_s - self._looked_s, LONGEST_LOOK_S)
         self._looked_s = now_s
-        if self._silent_s > _SILENT_S and self._activity.is_seen():
+        if self._silent_s > SILENT_S and self._activity.is_seen():
             self._silent_s = 0.0
         limit_s = max(LIMIT_S, envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS or 0.0)
         if self._silent_s < limit_s:

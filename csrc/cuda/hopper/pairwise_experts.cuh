@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "hopper/bf16_pairs.cuh"
 #include "pairwise_experts.h"
 #include "ptx.cuh"
 
@@ -103,15 +104,13 @@ struct Turns {
   }
 };
 
-__device__ inline float2 widen(uint32_t x) {
-  return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
-}
 // sum + the products of 8 elements, one after another.
 __device__ inline float add_products(float sum, const uint4& x, const uint4& y) {
   const uint32_t left[4] = {x.x, x.y, x.z, x.w}, right[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 a = widen(left[i]), b = widen(right[i]);
+    const float2 a{low_half(left[i]), high_half(left[i])};
+    const float2 b{low_half(right[i]), high_half(right[i])};
     sum = fmaf(a.y, b.y, fmaf(a.x, b.x, sum));
   }
   return sum;

@@ -91,23 +91,23 @@ def test_an_end_without_a_parent_is_no_stop(tmp_path, is_orphan):
     assert core.ends == ["the process of the API is gone" if is_orphan else None]
 
 
-def test_an_error_of_the_core_is_no_stop(tmp_path):
+def ends_after(error, tmp_path):
+    """What a core whose executor fails with `error` tells others of its end."""
     addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
     core = IdleCore()
     proc = EngineCoreProc(core, addresses)
-    core.failure_callbacks[0](KeyError("block"))
+    core.failure_callbacks[0](error)
     with pytest.raises(SystemExit):
         _run(core, proc, SimpleNamespace(is_gone=False))
-    assert core.ends == ["KeyError: 'block'"]
+    return core.ends
+
+
+def test_an_error_of_the_core_is_no_stop(tmp_path):
+    assert ends_after(KeyError("block"), tmp_path) == ["KeyError: 'block'"]
 
 
 def test_an_error_that_explains_itself_has_no_trace(tmp_path, caplog):
-    addresses = CoreAddresses(f"ipc://{tmp_path}/requests", f"ipc://{tmp_path}/outputs")
-    core = IdleCore()
-    proc = EngineCoreProc(core, addresses)
-    core.failure_callbacks[0](HangError("the worker of rank 1 does not go on"))
-    with pytest.raises(SystemExit):
-        _run(core, proc, SimpleNamespace(is_gone=False))
-    assert core.ends == ["the worker of rank 1 does not go on"]
+    hang = "the worker of rank 1 does not go on"
+    assert ends_after(HangError(hang), tmp_path) == [hang]
     assert "the engine core failed: the worker of rank 1 does not go on" in caplog.text
     assert "Traceback" not in caplog.text

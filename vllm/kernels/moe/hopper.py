@@ -53,9 +53,27 @@ def _height_of(problem: ExpertsProblem) -> int:
     return block_height(problem.experts.numel(), experts, problem.scales is not None)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    offset = tensor.storage_offset() * tensor.element_size()
-    return tensor.is_contiguous() and offset % ACCESS_BYTES == 0
+def is_dense(tensor: Tensor) -> bool:
+    """Whether accesses find what they read one after the other."""
+    return tensor.is_contiguous() and _is_aligned(tensor.storage_offset(), tensor)
+
+
+def is_plain_swiglu(problem: ExpertsProblem) -> bool:
+    """Of bfloat16 tokens whose rows are aligned, without clamps or biases."""
+    x = problem.x
+    return (
+        problem.gated
+        and problem.clamp is None
+        and problem.gate_up_bias is None
+        and x.dtype == torch.bfloat16
+        and x.stride(1) == 1
+        and _is_aligned(x.stride(0), x)
+        and _is_aligned(x.storage_offset(), x)
+    )
+
+
+def _is_aligned(elements: int | torch.SymInt, of: Tensor) -> bool:
+    return int(elements) * of.element_size() % ACCESS_BYTES == 0
 
 
 def takes_experts(problem: ExpertsProblem) -> bool:
@@ -67,18 +85,12 @@ def takes_experts(problem: ExpertsProblem) -> bool:
     return (
         len(x) >= LEAST_TOKENS
         and problem.num_experts <= MOST_EXPERTS
-        and problem.gated
-        and problem.clamp is None
-        and problem.gate_up_bias is None
-        and x.dtype == torch.bfloat16
-        and all(weight.dtype == operand and _is_dense(weight) for weight in weights)
+        and is_plain_swiglu(problem)
+        and all(weight.dtype == operand and is_dense(weight) for weight in weights)
         and all(weight.shape[2] % columns == 0 for weight in weights)
-        and (scales is None or all(_is_dense(scale) for scale in scales.both))
+        and (scales is None or all(is_dense(scale) for scale in scales.both))
         # Scales of whole rows cost Triton less.
         and (scales is None or scales.grouped or _height_of(problem) > FEW)
-        and x.stride(1) == 1
-        and x.stride(0) * x.element_size() % ACCESS_BYTES == 0
-        and x.storage_offset() * x.element_size() % ACCESS_BYTES == 0
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.moe import ExpertsProblem
+from vllm.kernels.moe.hopper import ACCESS_BYTES, is_dense, is_plain_swiglu
 from vllm.kernels.moe.slots import SlotOutputs
 from vllm.kernels.registry import Implementation
 from vllm.kernels.residual_stream import ResidualStream
@@ -27,14 +28,8 @@ OPS = CudaOps(
 )
 #: with more, experts that tokens share are better read once
 MOST_TOKENS = 2
-#: elements of a 16-byte access
-ALIGNMENT = 8
 #: what shared memory holds: of all tokens, of what is between the products, of a row of weights
 MOST_INPUT_BYTES, MOST_GATED_BYTES, MOST_ROW_BYTES = 24 << 10, 48 << 10, 8 << 10
-
-
-def _is_aligned(tensor: Tensor) -> bool:
-    return tensor.storage_offset() % ALIGNMENT == 0
 
 
 def takes_pairs(problem: ExpertsProblem) -> bool:
@@ -44,15 +39,9 @@ def takes_pairs(problem: ExpertsProblem) -> bool:
     return (
         0 < len(x) <= MOST_TOKENS
         and problem.scales is None
-        and problem.gated
-        and problem.clamp is None
-        and problem.gate_up_bias is None
-        and x.dtype == torch.bfloat16
-        and x.stride(1) == 1
-        and x.stride(0) % ALIGNMENT == 0
-        and all(width % ALIGNMENT == 0 and 2 * width <= MOST_ROW_BYTES for width in widths)
-        and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
-        and all(map(_is_aligned, (x, *weights)))
+        and is_plain_swiglu(problem)
+        and all(2 * width % ACCESS_BYTES == 0 and 2 * width <= MOST_ROW_BYTES for width in widths)
+        and all(weight.dtype == x.dtype and is_dense(weight) for weight in weights)
         and 2 * x.numel() <= MOST_INPUT_BYTES
         and 2 * problem.experts.numel() * problem.intermediate <= MOST_GATED_BYTES
     )

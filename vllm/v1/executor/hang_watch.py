@@ -19,11 +19,12 @@ from functools import partial
 
 from vllm import envs
 from vllm.exceptions import HangError
-from vllm.v1.executor.pulse import BEAT_S, LONGEST_BEAT_S, Beat
+from vllm.utils.silence import BEAT_S, LIMIT_S, LONGEST_LOOK_S, SILENT_S
+from vllm.v1.executor.pulse import Beat
 from vllm.v1.executor.replica_reports import ReplicaReports, Report
 
 #: how long nobody may go on, unless `VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS` or a call allows more
-HANG_S = 20.0
+HANG_S = LIMIT_S
 #: how long a collective may take that all are in
 SLOW_S = 120.0
 #: how long there may be no beat of a worker whose process cannot be seen from here
@@ -56,7 +57,7 @@ class _Member:
 
     @property
     def is_silent(self) -> bool:
-        return self.silent_s > 3 * BEAT_S
+        return self.silent_s > SILENT_S
 
     def longest_s(self, limit_s: float) -> float:
         """How long there may be no beat."""
@@ -144,7 +145,7 @@ class HangWatch:
         try:
             while not self._stopped.is_set():
                 now_s = time.monotonic()
-                found = self.look(min(now_s - before_s, LONGEST_BEAT_S))
+                found = self.look(min(now_s - before_s, LONGEST_LOOK_S))
                 before_s = now_s
                 if found is not None:
                     raise HangError(found)

@@ -16,12 +16,12 @@ import time
 from vllm.config import VllmConfig
 from vllm.distributed.rendezvous import connect
 from vllm.logger import init_logger
+from vllm.utils.silence import BEAT_S
 from vllm.v1.executor.device_checks import check_devices, device_names
 from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.message_socket import MessageSocket, interface_of
 from vllm.v1.executor.node_agreement import agreement
 from vllm.v1.executor.node_messages import TOLD_TO_STOP, Hello, NodeSetup, Tag
-from vllm.v1.executor.pulse import BEAT_S
 from vllm.v1.executor.station import WorkerDiedError, failure_of
 from vllm.v1.executor.stationed import LAST_WORDS_S, STOP_S
 

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.utils.activity import Activity, Scope
+from vllm.utils.silence import BEAT_S, LONGEST_LOOK_S
 from vllm.utils.waiting import wait_of, waits_begun
 
-BEAT_S = 1.0
-#: a pause of the whole process counts no more than this
-LONGEST_BEAT_S = 2 * BEAT_S
 _FRAMES = 8
 #: as `faulthandler` writes it
 _CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -69,7 +67,7 @@ class Pulse:
             place = waits_begun(self._watched), wait is None
             stays = place == before
             is_still = stays and not (wait is None and self._activity.is_seen(self._idle_s()))
-            still_s = still_s + min(now_s - before_s, LONGEST_BEAT_S) if is_still else 0.0
+            still_s = still_s + min(now_s - before_s, LONGEST_LOOK_S) if is_still else 0.0
             before_s, before = now_s, place
             is_idle = wait is not None and wait.what == NEXT_MESSAGE
             frames = frames_of(self._watched) if stays and not is_idle else ""

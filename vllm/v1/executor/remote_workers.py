@@ -8,9 +8,9 @@ import json
 import time
 from collections.abc import Callable, Iterator
 
+from vllm.utils.silence import SILENT_S
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.node_messages import Tag
-from vllm.v1.executor.pulse import BEAT_S
 from vllm.v1.executor.station import Source, Station, WorkerDiedError
 
 
@@ -77,7 +77,7 @@ class RemoteWorkers(Station):
     def sees_work(self, rank: int) -> bool | None:
         if self._working is None:  # it says nothing of this, or its workers begin
             return None
-        beats = time.monotonic() - self._beaten_s < 3 * BEAT_S
+        beats = time.monotonic() - self._beaten_s < SILENT_S
         return beats and rank in self._working
 
     def begin_end(self, reason: str | None) -> None:
