@@ -16,7 +16,15 @@ def load(name: str) -> Any:
     return json.loads((DATA / name).read_text())
 
 
+def rounded(figure: float, unit: str, digits: int | None = None) -> str:
+    """A cell: with `digits` behind the point, or as many as the figure's size asks for."""
+    if digits is None:
+        digits = 0 if figure >= 1000 else 2
+    return f"{figure:,.{digits}f} {unit}"
+
+
 def compared(what: str, unit: str, ours: float, peer: float, higher_is_better: bool) -> str:
     ratio = ours / peer if higher_is_better else peer / ours
     digits = 0 if max(ours, peer) >= 1000 else 2
-    return f"| {what} | {ours:,.{digits}f} {unit} | {peer:,.{digits}f} {unit} | {ratio:.2f} × |"
+    cells = (rounded(figure, unit, digits) for figure in (ours, peer))
+    return f"| {what} | {' | '.join(cells)} | {ratio:.2f} × |"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from benchmarks.measured_tables import compared, load
+from benchmarks.measured_tables import compared, load, rounded
 
 #: workload -> vLLM 0.24.0 on the same dimensions and chip (recorded once), description, unit, which
 #: of the result's figures, its scale, and whether more is better
@@ -21,15 +21,19 @@ _PEER_START_S = 210
 
 
 def served() -> str:
-    """The whole engine beside the peer."""
-    found = load("h200_mixture.json")
+    """The whole engine beside the peer, and with float8 weights."""
+    found, float8 = load("h200_mixture.json"), load("h200_mixture_fp8.json")
     rows = [
-        "| workload, 35B-A3B dimensions, bf16, one H200 | here | vLLM 0.24.0 | ratio |",
-        "|---|---|---|---|",
-        compared("start, empty kernel cache", "s", found["init_s"], _PEER_START_S, False),
+        "| workload, 35B-A3B dimensions, one H200 | here, bf16 | vLLM 0.24.0, bf16 | ratio "
+        "| here, float8 |",
+        "|---" * 5 + "|",
+        compared("start, empty kernel cache", "s", found["init_s"], _PEER_START_S, False)
+        + f" {rounded(float8['init_s'], 's')} |",
     ]
     for name, (peer, what, unit, key, scale, more) in _WORKLOADS.items():
-        rows.append(compared(what, unit, found[name][key] * scale, peer, more))
+        ours, with_float8 = (figures[name][key] * scale for figures in (found, float8))
+        row = compared(what, unit, ours, peer, more)
+        rows.append(f"{row} {rounded(with_float8, unit)} |")
     return "\n".join(rows)
 
 

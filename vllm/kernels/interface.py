@@ -68,7 +68,7 @@ class Kernels(Registry):
 
     route_experts = Op(moe.route_experts)
     run_experts = Op(
-        moe.run_experts, cpu=("cpu", "one_by_one"), cuda=("pairwise", "hopper", "triton")
+        moe.run_experts, cpu=("cpu", "one_by_one"), cuda=("few_tokens", "hopper", "triton")
     )
 
     connect_streams = Op(hyper.connect_streams, cuda=("reference",))
@@ -115,7 +115,7 @@ class Kernels(Registry):
         """
         return ResidualStream(residual, self.linear(x, weight, bias))
 
-    @composed("moe", cuda=("pairwise", "hopper", "triton"))
+    @composed("moe", cuda=("few_tokens", "hopper", "triton"))
     def run_experts_add(self, problem: moe.ExpertsProblem, residual: Tensor) -> ResidualStream:
         """`run_experts`, rounded, as a branch of `residual [tokens, hidden]`, or its slots, for who
         reads the stream to add up; the bits are the same.

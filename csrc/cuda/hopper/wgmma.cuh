@@ -189,6 +189,23 @@ VLLM_PRODUCT_E4M3(32, 16, 16, 17, 18)
 VLLM_PRODUCT_E4M3(64, 32, 32, 33, 34)
 #undef VLLM_PRODUCT_E4M3
 
+// Eight rows of 32 bytes, not swizzled: the rows' first 16 bytes one after another, then the others.
+__device__ inline uint64_t runs_descriptor(const void* runs) {
+  return (uint64_t{128 >> 4} << 32) | (uint64_t{128 >> 4} << 16) |
+         ((shared_address(runs) & 0x3FFFF) >> 4);
+}
+
+// The left operand from registers: rows lane / 4 and + 8 of the warp's 16, columns
+// 4 * (lane % 4) + {0, 1, 2, 3} and + 16.
+__device__ inline void product_e4m3(float (&d)[4], const uint32_t (&a)[4], uint64_t b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}"
+      ", {%4, %5, %6, %7}, %8, p, 1, 1;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
 #undef VLLM_F8
 #undef VLLM_F32
 #undef VLLM_R8
