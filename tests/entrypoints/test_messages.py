@@ -16,7 +16,7 @@ from tests.entrypoints.conftest import MakeClient
 from tests.entrypoints.fake_engine import MAX_MODEL_LEN, FakeAsyncLLM
 from tests.entrypoints.message_bodies import HI, THINK, TOOL
 from tests.entrypoints.scripted_engine import FULL, PARSERS, ScriptedEngine
-from tests.entrypoints.server_events import Events, in_process, named_events
+from tests.entrypoints.server_events import Events, in_process, named_events, official_clients
 
 if TYPE_CHECKING:
     import anthropic
@@ -35,22 +35,8 @@ async def make_api(engine: ScriptedEngine) -> AsyncIterator[MakeApi]:
     """Makes official clients of servers with the given `FrontEndArgs`."""
     import anthropic
 
-    clients = []
-
-    def make(sent_key: str = "k", **args: Any) -> anthropic.AsyncAnthropic:
-        clients.append(
-            anthropic.AsyncAnthropic(
-                api_key=sent_key,
-                base_url="http://server",
-                http_client=in_process(engine, **args),
-                max_retries=0,
-            )
-        )
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        await client.close()
+    async with official_clients(anthropic.AsyncAnthropic, "http://server", engine) as make:
+        yield make
 
 
 async def stream_of(client: httpx.AsyncClient, **body: Any) -> Events:
