@@ -27,7 +27,7 @@ LAYOUTS ?= tp2 tp4 pp2 dp2 tp2pp2
 # Where test-memory builds, and what it runs: every C++ op of CPUs, alone and in models.
 SANITIZED := build/sanitized
 OPS_OF_CPUS := tests/kernels/test_cpu_*.py tests/kernels/test_kda.py tests/kernels/test_mamba2.py tests/model_executor/models
-ABOUT_LAYOUTS := ranks ranks_of_drafters staged_engines shared_experts rearranged_experts
+ABOUT_LAYOUTS := ranks ranks_of_drafters staged_engines shared_experts expert_replica_ends rearranged_experts
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS ?= $(shell nproc)
 # The suite starts a hundred processes, which would all compile the package and the tests again.

@@ -38,6 +38,13 @@ HYBRID = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "text_config": _HYBRID_TEXT,
 }
+#: capture of layers 1 and 4, and who takes it
+EXTRACTION: dict[str, Any] = {
+    "method": "extract_hidden_states",
+    "num_speculative_tokens": 1,
+    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
+}
+TRANSFER = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
 CONFIGS = {"llama": LLAMA, "mixture": MIXTURE, "hybrid": HYBRID}
 
 
@@ -52,9 +59,4 @@ def write_config(directory: Path, family: str = "llama", **changes: Any) -> str:
 
 def extraction(model: ModelConfig) -> SpeculativeConfig:
     """Capture of layers 1 and 4."""
-    return SpeculativeConfig(
-        method="extract_hidden_states",
-        num_speculative_tokens=1,
-        draft_model_config={"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-        target_model_config=model,
-    )
+    return SpeculativeConfig(**EXTRACTION, target_model_config=model)

@@ -2,6 +2,7 @@
 """Sharding arithmetic, and the groups of one process."""
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,7 @@ def test_tensors_are_exchanged(tmp_path: Path) -> None:
 
 
 def _vote(rank: int, folder: Path) -> None:
+    warnings.simplefilter("error", FutureWarning)  # each worker of a server would print it
     parallel_state.init_distributed_environment(2, rank, f"file://{folder}/store", backend="gloo")
     parallel_state.initialize_model_parallel(2)
     group = parallel_state.get_tp_group()

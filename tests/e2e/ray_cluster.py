@@ -68,12 +68,12 @@ class RayCluster:
         """As a machine that loses its power: Ray's processes there are killed."""
         self._ask("kill")
 
-    def actors(self) -> list[psutil.Process]:
-        """The processes of workers."""
+    def actors(self, kind: str = "RayWorker") -> list[psutil.Process]:
+        """The processes of workers, or of actors of another class."""
         found = []
         for process in psutil.Process(self._process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # one that has just ended
-                if "ray::RayWorker" in " ".join(process.cmdline()):
+                if f"ray::{kind}" in " ".join(process.cmdline()):
                     found.append(process)
         return found
 

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,28 @@ def test_killed_server_takes_its_children_along() -> None:
         children = server.children()
         server.process.kill()
         assert gone(children)
+
+
+def test_what_a_killed_server_leaves_is_removed_by_the_next(short_directory: Path) -> None:
+    """No process of it could do so."""
+    env = {"VLLM_RPC_BASE_PATH": str(short_directory)}
+    with RemoteServer(tiny_model("llama"), *FLAGS, env=env) as server:
+        killed = set(short_directory.iterdir())
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.wait()
+    assert killed
+    with RemoteServer(tiny_model("llama"), *FLAGS, env=env) as server:
+        assert not killed & set(short_directory.iterdir())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert list(short_directory.iterdir()) == []
+
+
+@pytest.fixture
+def short_directory() -> Iterator[Path]:
+    """Its name is short enough for a socket's."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
 
 
 def run_to_failure(*arguments: str) -> tuple[int, str]:

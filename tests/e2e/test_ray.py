@@ -50,7 +50,8 @@ def served(cluster: RayCluster) -> Iterator[RemoteServer]:
 
 def assert_ends(server: RemoteServer, cluster: RayCluster, end: Callable[[], None]) -> None:
     """After `end` while a request runs: it fails, and nothing is left within `END_S`."""
-    processes, replies = [*cluster.actors(), *server.children()], []
+    processes = [*cluster.actors(), *cluster.actors("RayWitness"), *server.children()]
+    replies: list[httpx.Response | httpx.TransportError] = []
     thread = in_background(server, LONG, replies)
     began = time.monotonic()
     end()
@@ -67,6 +68,15 @@ def assert_ends(server: RemoteServer, cluster: RayCluster, end: Callable[[], Non
 def test_the_death_of_an_actor_ends_all(cluster: RayCluster) -> None:
     with served(cluster) as server:
         assert_ends(server, cluster, cluster.actors()[1].kill)
+    wait_until(lambda: cluster.free_cpus() == 2)
+
+
+def test_an_actor_that_is_stopped_ends_all(cluster: RayCluster) -> None:
+    """Another process of its node sees that it does nothing, which is not said by itself."""
+    with served(cluster) as server:
+        stopped = cluster.actors()[1]
+        assert_ends(server, cluster, stopped.suspend)
+        assert "does not go on, for 20 s: " in server.log()
     wait_until(lambda: cluster.free_cpus() == 2)
 
 

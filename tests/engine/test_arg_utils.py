@@ -12,42 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.config.checkpoints import write_config
-from vllm import decisions
-from vllm.config import (
-    CompilationConfig,
-    EPLBConfig,
-    KVTransferConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from tests.config.checkpoints import EXTRACTION, TRANSFER, write_config
+from tests.engine.decision_records import record
+from vllm.config import CompilationConfig, EPLBConfig, KVTransferConfig, SpeculativeConfig
 from vllm.engine.arg_utils import FLAG_SPECS, AsyncEngineArgs, EngineArgs
-from vllm.engine.batch_defaults import UsageContext, batch_limits
 from vllm.engine.unsupported_flags import UNSUPPORTED_FLAGS
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.registry import ModelRegistry
-from vllm.platforms.cuda import CudaPlatform, GpuFacts
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-EXTRACTION = {
-    "method": "extract_hidden_states",
-    "num_speculative_tokens": 1,
-    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [1, 4]}},
-}
-TRANSFER = {
-    "kv_connector": "ExampleHiddenStatesConnector",
-    "kv_role": "kv_producer",
-    "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"},
-}
+TO_FILES = {**TRANSFER, "kv_connector_extra_config": {"shared_storage_path": "/tmp/x"}}
 
 
 def parse(*line: str) -> EngineArgs:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     return EngineArgs.from_cli_args(parser.parse_args(list(line)))
-
-
-def record(config: VllmConfig, what: str) -> decisions.Decision | None:
-    return next((d for d in config.decisions.decisions() if d.what == what), None)
 
 
 def test_flags_and_keywords_have_the_same_defaults() -> None:
@@ -77,7 +56,7 @@ def test_the_command_line_of_speculators(llama: str, tmp_path: Path) -> None:
         *("--enforce-eager", "--allowed-local-media-path", "/", "--data-parallel-size", "1"),
         *("--tensor-parallel-size", "1", "--trust-remote-code", "--no-enable-chunked-prefill"),
         *("--speculative_config", json.dumps(EXTRACTION)),
-        *("--kv_transfer_config", json.dumps(TRANSFER)),
+        *("--kv_transfer_config", json.dumps(TO_FILES)),
     )
     config = args.create_engine_config()
     assert config.model_config is not None and config.speculative_config is not None
@@ -115,114 +94,11 @@ def test_objects_are_accepted_too(llama: str) -> None:
 
 
 def test_caller_keeps_his_dicts(llama: str) -> None:
-    transfer = json.loads(json.dumps(TRANSFER))
+    transfer = json.loads(json.dumps(TO_FILES))
     args = EngineArgs(model=llama, kv_transfer_config=transfer, speculative_config=EXTRACTION)
     args.create_engine_config()
     args.create_engine_config()
-    assert transfer == TRANSFER and "target_model_config" not in EXTRACTION
-
-
-TWO_HOSTS = {"tensor_parallel_size": 2, "nnodes": 2}
-SHARED_EXPERTS = {"data_parallel_size": 2, "enable_expert_parallel": True}
-P2P = {"kv_role": "kv_both"}
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"enable_eplb": True, "tensor_parallel_size": 2}, "--enable-eplb .* needs --enable-expert-p"),
-    ({"enable_eplb": True, "enable_expert_parallel": True}, "-data-parallel-size above 1"),
-    ({"eplb_config": {"step_interval": 9000}}, "--eplb-config has no effect without --enable-epl"),
-    ({"eplb_config": {"use_async": True}}, "--eplb-config: unknown key 'use_async'; .*window_size"),
-    ({"eplb_config": {"window_size": 4000}}, "window_size 4000 is more than step_interval 3000"),
-    ({"distributed_executor_backend": "slurm"}, "--distributed-executor-backend slurm.*use mp"),
-    ({"pipeline_parallel_size": 5}, "--pipeline-parallel-size 5: the model has 4 layers"),
-    ({**TWO_HOSTS, "ready_in": 5.0}, "--ready-in with --nnodes 2"),
-    (
-        {**TWO_HOSTS, "kv_transfer_config": {**P2P, "kv_connector": "P2pConnector"}},
-        "--nnodes 2 beside kv_connector P2pConnector",
-    ),
-    (
-        {
-            **TWO_HOSTS,
-            "kv_transfer_config": {
-                **P2P,
-                "kv_connector": "MultiConnector",
-                "kv_connector_extra_config": {
-                    "connectors": [{**P2P, "kv_connector": "P2pConnector"}]
-                },
-            },
-        },
-        "--nnodes 2 beside kv_connector MultiConnector",
-    ),
-    ({"data_parallel_size": 2, "data_parallel_rank": 2}, "--data-parallel-rank 2.*0 to"),
-    ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address 10.*--data-parallel-start-r"),
-    ({"data_parallel_rpc_port": 5000}, "--data-parallel-rpc-port 5000.*replicas on other hosts"),
-    ({"data_parallel_backend": "ray"}, "--data-parallel-backend ray.*with --data-parallel-rank"),
-    ({"data_parallel_backend": "slurm"}, "--data-parallel-backend"),
-    ({"all2all_backend": "deepep_low_latency"}, "--all2all-backend.*another exchange.*leave it"),
-    ({**SHARED_EXPERTS, "data_parallel_rank": 1}, "one server runs all of them; leave out"),
-    ({**SHARED_EXPERTS, **TWO_HOSTS}, "processes of one host; for several hosts"),
-    ({**SHARED_EXPERTS, "distributed_executor_backend": "ray"}, "or Ray, use --tensor-parallel"),
-    ({**SHARED_EXPERTS, "pipeline_parallel_size": 2}, "stages of several replicas do not share"),
-    ({**SHARED_EXPERTS, "ready_in": 5.0}, "--ready-in with --enable-expert-parallel"),
-    ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype.*got 'fp8_e5m2'"),
-    ({"block_size": 20}, "--block-size"),
-    ({"max_model_len": 10**6}, "--max-model-len 1000000"),
-    ({"dtype": "int4"}, "--dtype"),
-    ({"quantization": "awq"}, "--quantization awq"),
-    ({"speculative_config": {"method": "ngram"}}, "num_speculative_tokens must be given"),
-    ({"speculative_config": {"methd": "x"}}, "--speculative-config: unknown key 'methd'.*allowed"),
-    (
-        {"speculative_config": {**EXTRACTION, "tensor_parallel_size": 1}},
-        "draft_tensor_parallel_size instead",
-    ),
-    ({"speculative_config": {**EXTRACTION, "quantization": "fp8"}}, "speculative_config.quantiz"),
-    ({"speculative_config": {**EXTRACTION, "target_model_config": 1}}, "unknown key 'target_model"),
-    ({"speculative_config": 3}, "--speculative-config must be a JSON object"),
-    ({"speculative_config": {}}, "none is not supported; supported: extract"),
-    ({"speculative_config": EXTRACTION}, "needs --kv-transfer-config"),
-    ({"speculative_config": EXTRACTION, "spec_method": "x"}, "given both by --spec-method"),
-    ({"spec_method": "medusa", "spec_tokens": 3}, "medusa is not supported; use eagle3, dflash or"),
-    (
-        {"speculative_config": {"method": "suffix", "suffix_decoding_max_tree_depth": 24}},
-        "suffix is not supported; use ngram",
-    ),
-    (
-        {"speculative_config": {"method": "eagle3", "model": "x", "parallel_drafting": True}},
-        "parallel_drafting: peagle is not supported; use dflash",
-    ),
-    ({"kv_transfer_config": {"kv_rol": 1}}, "--kv-transfer-config: unknown key 'kv_rol'"),
-    ({"kv_transfer_config": "x"}, "--kv-transfer-config must be a JSON object"),
-    ({"compilation_config": {"cudagraf": 1}}, "--compilation-config: unknown key 'cudagraf'"),
-    (
-        {
-            "compilation_config": {"cudagraph_capture_sizes": [1]},
-            "cudagraph_capture_sizes": [1],
-        },
-        "given both by --cudagraph-capture-sizes",
-    ),
-    ({"enable_chunked_prefill": False, "max_num_batched_tokens": 300}, "--max-model-len .512."),
-    ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "--max-num-batched-tokens .4."),
-    ({"max_num_seqs": 0}, r"\(--max-num-seqs\): input should be greater than 0"),
-    ({"optimization_level": 7}, "-O 7"),
-    ({"enable_lora": True}, "--enable-lora True: not supported yet: LoRA adapters; instead, merge"),
-    ({"kv_offloading_size": 0}, "kv_offloading_size"),
-    ({"kv_offloading_backend": "lmcache"}, "no effect without --kv-offloading-size"),
-    (
-        {
-            "kv_offloading_size": 1,
-            "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
-        },
-        "as children of a MultiConnector",
-    ),
-    ({"mm_processor_kwargs": {"a": 1}}, "--mm-processor-kwargs"),
-    ({"gdn_prefill_backend": "x"}, "--gdn-prefill-backend"),
-    ({"cpu_offload_gb": 1}, "--cpu-offload-gb 1"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
-def test_refused(llama: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(VLLMValidationError, match=message):
-        EngineArgs(**{"model": llama, **given}).create_engine_config()
+    assert transfer == TO_FILES and "target_model_config" not in EXTRACTION
 
 
 @pytest.mark.parametrize(
@@ -276,15 +152,6 @@ def test_unsupported_flags_are_accepted_at_their_default() -> None:
         else:
             line += [f"--{dashed}", "{}" if flag.default == {} else str(flag.default)]
     assert parse(*line) == EngineArgs()
-
-
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED_FLAGS))
-def test_unsupported_flags_name_themselves(name: str) -> None:
-    flag = UNSUPPORTED_FLAGS[name]
-    other = (not flag.default) if isinstance(flag.default, bool) else "17"
-    with pytest.raises(VLLMValidationError, match=f"--{name.replace('_', '-')} ") as caught:
-        EngineArgs(**{name: other})
-    assert caught.value.parameter == name and flag.instead in str(caught.value)
 
 
 @pytest.mark.parametrize("line", [["-ac.backend", "PAGED"], ["--attention-backend", "PAGED"]])
@@ -382,67 +249,6 @@ def test_explicit_settings_win(llama: str) -> None:
     assert config.scheduler_config.policy == "priority"
     assert config.model_config is not None and config.model_config.seed == 3
     assert config.load_config.load_format == "dummy"
-
-
-class _Gpu(CudaPlatform):
-    def __init__(self, gib: int) -> None:
-        self.facts = GpuFacts("GPU-0", "gpu", gib * 2**30, (9, 0))
-
-    def total_memory_bytes(self, device_id: int = 0) -> int:
-        return self.facts.total_bytes
-
-
-SERVER, OFFLINE = UsageContext.OPENAI_API_SERVER, UsageContext.LLM_CLASS
-
-
-@pytest.mark.parametrize(
-    ("gib", "usage", "tokens", "seqs"),
-    [
-        (80, SERVER, 8192, 1024),
-        (80, OFFLINE, 16384, 1024),
-        (70, SERVER, 8192, 1024),
-        (24, SERVER, 2048, 256),
-        (24, OFFLINE, 8192, 256),
-    ],
-)
-def test_batch_defaults(gib: int, usage: UsageContext, tokens: int, seqs: int) -> None:
-    limits = batch_limits(
-        None, None, max_model_len=4096, chunked_prefill=True, usage=usage, platform=_Gpu(gib)
-    )
-    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == (tokens, seqs)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "seqs", "length", "chunked", "per_request", "result"),
-    [
-        (None, None, 4096, False, 1, (4096, 256)),
-        (None, None, 4, True, 1, (1024, 256)),
-        (16, None, 4096, True, 1, (16, 16)),
-        (16, None, 4096, True, 2, (16, 8)),
-        (1, None, 4096, True, 2, (1, 1)),
-        (None, 3000, 4096, True, 1, (3000, 3000)),
-        (None, 3000, 4096, True, 2, (6000, 3000)),
-        (100, 50, 4096, True, 2, (100, 50)),
-    ],
-)
-def test_batch_limits_fit_each_other(
-    tokens: int | None,
-    seqs: int | None,
-    length: int,
-    chunked: bool,
-    per_request: int,
-    result: tuple[int, int],
-) -> None:
-    limits = batch_limits(
-        tokens,
-        seqs,
-        max_model_len=length,
-        chunked_prefill=chunked,
-        usage=SERVER,
-        platform=_Gpu(24),
-        tokens_per_request=per_request,
-    )
-    assert (limits.max_num_batched_tokens, limits.max_num_seqs) == result
 
 
 def test_unknown_architecture(tmp_path: Path) -> None:

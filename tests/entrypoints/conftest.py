@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.entrypoints.fake_engine import FakeAsyncLLM
-from tests.entrypoints.server_events import in_process
+from tests.entrypoints.server_events import official_clients
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 
@@ -49,22 +49,8 @@ async def make_api(engine: FakeAsyncLLM) -> AsyncIterator[MakeApi]:
     """Makes official clients of servers with the given `FrontEndArgs`."""
     import openai
 
-    clients = []
-
-    def make(**args: Any) -> openai.AsyncOpenAI:
-        clients.append(
-            openai.AsyncOpenAI(
-                api_key="k",
-                base_url="http://server/v1",
-                http_client=in_process(engine, **args),
-                max_retries=0,
-            )
-        )
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        await client.close()
+    async with official_clients(openai.AsyncOpenAI, "http://server/v1", engine) as make:
+        yield make
 
 
 @pytest.fixture

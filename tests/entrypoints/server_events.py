@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -37,3 +39,23 @@ def in_process(engine: FakeAsyncLLM, **args: Any) -> Any:
     """The HTTP client that an SDK needs to reach a server with these `FrontEndArgs`."""
     app = build_app(engine, FrontEndArgs(**args))  # type: ignore[arg-type]
     return sdk_http.AsyncClient(transport=sdk_http.ASGITransport(app=app), base_url="http://server")
+
+
+@asynccontextmanager
+async def official_clients(
+    kind: Callable[..., Any], base_url: str, engine: FakeAsyncLLM
+) -> AsyncIterator[Callable[..., Any]]:
+    """Makes SDK clients of the class `kind`, each of a server with the given `FrontEndArgs`; they
+    are closed at the end."""
+    clients: list[Any] = []
+
+    def make(sent_key: str = "k", **args: Any) -> Any:
+        http_client = in_process(engine, **args)
+        clients.append(
+            kind(api_key=sent_key, base_url=base_url, http_client=http_client, max_retries=0)
+        )
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()

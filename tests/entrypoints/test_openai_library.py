@@ -3,38 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import openai
 import pytest
-import pytest_asyncio
 
+from tests.entrypoints.conftest import MakeApi
 from tests.entrypoints.fake_engine import FakeAsyncLLM
-from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.cli_args import FrontEndArgs
-
-try:
-    import httpx2 as http  # newer releases of the client build on it
-except ImportError:
-    import httpx as http  # type: ignore[no-redef]
 
 pytestmark = pytest.mark.asyncio
 
 HI: list = [{"role": "user", "content": "hi"}]
 
 
-@pytest_asyncio.fixture
-async def api(engine: FakeAsyncLLM) -> AsyncIterator[openai.AsyncOpenAI]:
-    app = build_app(engine, FrontEndArgs(api_key=["k"]))  # type: ignore[arg-type]
-    transport = http.ASGITransport(app=app)
-    client = openai.AsyncOpenAI(
-        api_key="k",
-        base_url="http://server/v1",
-        http_client=http.AsyncClient(transport=transport, base_url="http://server"),
-        max_retries=0,
-    )
-    yield client
-    await client.close()
+@pytest.fixture
+def api(make_api: MakeApi) -> openai.AsyncOpenAI:
+    return make_api(api_key=["k"])
 
 
 async def test_completion(api: openai.AsyncOpenAI) -> None:

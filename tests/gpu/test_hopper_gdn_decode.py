@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels import test_journal
+from tests.kernels import journals
 from tests.kernels.cases import Case, check, error_ratio, gdn_decode_case, randn, strided, widen
-from tests.kernels.test_journal import Layers, both_ways, rings, run, two_layers, verified
+from tests.kernels.journals import Layers, both_ways, rings, run, two_layers, verified
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.cuda_library import HOPPER
 from vllm.kernels.journal import GatedNorm, JournalMemory, JournalShape, JournalSize
@@ -199,7 +199,7 @@ def test_the_largest_ring_fits(
     kernels: CudaKernels, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where shared memory holds fewer items at a time: the same bits, over many items."""
-    monkeypatch.setattr(test_journal, "SLOTS", MAX_PENDING)
+    monkeypatch.setattr(journals, "SLOTS", MAX_PENDING)
     heads = (4, 16, 128, 128)
     layers = two_layers(140, heads, BF16, "cuda", state_dtype=state_dtype)
     assert both_ways(kernels, layers, heads, steps=MAX_PENDING + 3)
@@ -233,7 +233,7 @@ def test_the_most_drafts_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where shared memory holds no second item."""
-    monkeypatch.setattr(test_journal, "SLOTS", MAX_PENDING - MAX_TOKENS + 1)
+    monkeypatch.setattr(journals, "SLOTS", MAX_PENDING - MAX_TOKENS + 1)
     layers = two_layers(num_seqs, SHARD, BF16, "cuda", state_dtype=state_dtype)
     assert verified(kernels, layers, SHARD, MAX_TOKENS, 6) == 0
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.kernels.cases import Case, check, gdn_case, gdn_decode_case
+from tests.kernels.journals import Layers, both_ways, two_layers
 from tests.kernels.test_hopper_gdn_decode_dispatch import problem as taken_decode
 from tests.kernels.test_hopper_gdn_dispatch import problem as taken_factors
-from tests.kernels.test_journal import Layers, both_ways, two_layers
 from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.interface import Kernels

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from expert_replicas import Traffic
 from parity_checks import assert_equals_reference, generate, on_cpus, prompts
 from safetensors.torch import load_file, save_file
-from test_shared_experts import Traffic
 from tiny_models import tiny_model
 
 from tests.nightly import nightly

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_replicas import FAMILY, Traffic, forked_replicas
 from parity_checks import assert_equals_reference, generate, on_cpus, prompts
 from safetensors.torch import load_file, save_file
 from tiny_models import hf_reference_logits, make_tiny, tiny_model
@@ -22,15 +23,12 @@ from tiny_models import hf_reference_logits, make_tiny, tiny_model
 from tests.extraction_options import extraction
 from tests.nightly import nightly
 from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
-from vllm.config.speculative import DRAFTS_KEY
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.moe import mixtures_of
-from vllm.utils import start_method
 from vllm.v1.core.sched.step_shape import StepShape
-from vllm.v1.engine import core_proc
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.reader import Counter
 from vllm.v1.worker.async_output import StepOutput
@@ -45,7 +43,6 @@ pytestmark = [
     on_cpus,
 ]
 
-FAMILY = "qwen3_5_moe"
 NGRAM = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 }
@@ -63,89 +60,18 @@ def count_and_step(runner: ModelRunner, *args: Any) -> StepOutput:
     return step_of_padding(runner, *args)
 
 
-@pytest.fixture(scope="module")
-def environment() -> Iterator[pytest.MonkeyPatch]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        patch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-        patch.setattr(start_method, "_other_threads", list)
-        patch.setattr(ModelRunner, "_step_of_padding", count_and_step)
-        yield patch
-
-
-def make(family: str = FAMILY, **options: Any) -> LLM:
-    settings: dict[str, Any] = {
-        "model": str(tiny_model(family)),
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 64 * 2**20,
-        "data_parallel_size": 2,
-        "enable_expert_parallel": True,
-    }
-    return LLM(**{**settings, **options})
-
-
 @pytest.fixture
-def engine(environment: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """`make`; the engine is shut down at the end."""
-    made: list[LLM] = []
-
-    def keep(*args: Any, **options: Any) -> LLM:
-        made.append(make(*args, **options))
-        return made[-1]
-
-    yield keep
-    for one in made:
-        one.llm_engine.engine_core.shutdown()
+def engine() -> Iterator[Callable[..., LLM]]:
+    with forked_replicas() as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
-def pair(environment: pytest.MonkeyPatch) -> Iterator[LLM]:
-    llm = make(enable_prefix_caching=True, enable_sleep_mode=True)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
-
-
-class Traffic:
-    """Requests that are given to a replica each, and what came of them."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.engine = llm.llm_engine
-        self.outputs: dict[str, RequestOutput] = {}
-        self.lengths: dict[str, int] = {}
-
-    def add(
-        self, rank: int, prompt: list[int], max_tokens: int, drafts: list[int] | None = None
-    ) -> str:
-        name = f"r{len(self.lengths)}-{rank}"
-        extra = None if drafts is None else {DRAFTS_KEY: drafts}
-        params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, extra_args=extra
-        )
-        prompted = TokensPrompt(prompt_token_ids=prompt)
-        self.engine.add_request(name, prompted, params, data_parallel_rank=rank)
-        self.lengths[name] = max_tokens
-        return name
-
-    def abort(self, name: str) -> None:
-        self.engine.abort_request([name])
-        del self.lengths[name]
-
-    def run(self, num_messages: int | None = None) -> None:
-        """Until all have ended, or so many messages have come."""
-        count = 0
-        while self.engine.has_unfinished_requests() and (
-            num_messages is None or count < num_messages
-        ):
-            self.outputs.update((one.request_id, one) for one in self.engine.step())
-            count += 1
-
-    def check(self, family: str = FAMILY) -> None:
-        for name, length in self.lengths.items():
-            assert_equals_reference(self.outputs[name], tiny_model(family), length)
+def pair() -> Iterator[LLM]:
+    """Its processes count their steps of padding."""
+    with pytest.MonkeyPatch.context() as patch, forked_replicas() as make:
+        patch.setattr(ModelRunner, "_step_of_padding", count_and_step)
+        yield make(enable_prefix_caching=True, enable_sleep_mode=True)
 
 
 def counter(llm: LLM, name: str) -> int:
@@ -416,71 +342,3 @@ def test_a_model_without_experts_is_refused(engine: Callable[..., LLM], tmp_path
     dense = make_tiny("deepseek_v2", tmp_path, first_k_dense_replace=9)
     with pytest.raises(ValueError, match="enable-expert-parallel: the model has no experts"):
         engine("deepseek_v2", model=str(dense))
-
-
-def test_a_replica_that_cannot_start_ends_the_start(
-    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although the first one waits for it."""
-    load_model = Worker.load_model
-
-    def fail(worker: Worker) -> None:
-        if worker.parallel_config.data_parallel_rank == 1:
-            raise RuntimeError("the checkpoint is gone")
-        load_model(worker)
-
-    monkeypatch.setattr(Worker, "load_model", fail)
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="the checkpoint is gone"):
-        engine("mixtral")
-    assert time.monotonic() - began < 60
-
-
-def test_a_stop_amid_requests_is_clean(
-    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The replica that hears of it first joins the other one's steps until that has, too."""
-    monkeypatch.setattr(core_proc, "_DRAIN_S", 60.0)
-    llm = engine("mixtral")
-    traffic = Traffic(llm)
-    traffic.add(0, prompts((40,))[0], 400)
-    traffic.add(1, prompts((30,))[0], 400)
-    traffic.run(10)
-    links = llm.llm_engine.engine_core.links
-    links[0].begin_close()
-    traffic.run(10)
-    began = time.monotonic()
-    llm.llm_engine.engine_core.shutdown()
-    assert time.monotonic() - began < 10, "nobody waits for a replica that has left"
-    assert [link.core.process.exitcode for link in links] == [0, 0]
-
-
-def test_a_killed_replica_ends_all(engine: Callable[..., LLM]) -> None:
-    llm = engine("mixtral")
-    traffic = Traffic(llm)
-    for rank in (0, 1):
-        traffic.add(rank, prompts((40,))[0], 400)
-    traffic.run(5)
-    (_, pid) = llm.collective_rpc(lambda worker: os.getpid())
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDeadError, match=r"replica 1( ended|: its process ended)"):
-        traffic.run()
-    assert time.monotonic() - began < 20
-
-
-def test_a_replica_that_hangs_is_named(
-    engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "2")
-    llm = engine("mixtral")
-    traffic = Traffic(llm)
-    traffic.add(0, prompts((40,))[0], 400)
-    traffic.run(5)
-    (_, pid) = llm.collective_rpc(lambda worker: os.getpid())
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(EngineDeadError, match="replica 1 did not (come|answer)"):
-            traffic.run()
-    finally:
-        os.kill(pid, signal.SIGCONT)

@@ -12,6 +12,11 @@ from vllm.distributed.device_communicators.peer_sums import PeerPart, PeerSums
 from vllm.distributed.device_communicators.pushed_sums import PushedSums
 from vllm.utils.waiting import waiting_for
 
+try:
+    from torch.distributed import all_gather_single
+except ImportError:  # torch < 2.13, whose name for it is deprecated
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+
 
 @dataclass
 class Process:
@@ -98,7 +103,7 @@ class GroupCoordinator:
         if dim == 0 and not PROCESS.communicates_not:
             whole = x.new_empty(self.world_size * len(x), *x.shape[1:])
             with self._waiting("all-gather"):
-                dist.all_gather_into_tensor(whole, x.contiguous(), group=self.device_group)
+                all_gather_single(whole, x.contiguous(), group=self.device_group)
             return whole
         return torch.cat(self._gathered(x), dim=dim)
 

@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from vllm import decisions, envs
 from vllm.exceptions import ExplainedError
 from vllm.utils.imports import gc_paused
+from vllm.utils.interrupts import ignore_interrupts, interrupts_wait
 from vllm.utils.start_method import reason_not_to_fork, start_method
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
 #: files that can travel with a request
 _MOST_FILES = 16
-#: what tells a process to stop: the fork server ignores it, what it forks does not
+#: what tells a process to stop; the fork server ignores it
 _STOPS = (signal.SIGINT, signal.SIGTERM)
 #: exit code of a process whose end nobody knows, because the fork server is gone
 _EXIT_UNKNOWN = 255
@@ -159,7 +161,8 @@ class _ForkServer:
             args=(theirs, modules, [*foreign, self._requests]),
             name="vllm-fork-server",
         )
-        self._process.start()
+        with interrupts_wait():
+            self._process.start()
         theirs.close()
 
     def fork(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> ForkedProcess:
@@ -241,23 +244,33 @@ def start(
     what: str, target: Callable[..., None], args: tuple[Any, ...], name: str
 ) -> StartedProcess:
     """Start a process that calls `target(*args)`, for `what`: forked from the fork server where
-    there is one, else as `start_method` says. It has this process's environment.
+    there is one, else as `start_method` says. It has this process's environment, and ignores
+    interrupts from its first moment: whoever starts it ends it.
 
     Connections and sockets among `args` may be closed here afterwards. Raises `ForkError`.
     """
     if _server is not None:
         return _server.fork(target, args, name)
-    context: Any = multiprocessing.get_context(start_method(what))
-    process: BaseProcess = context.Process(target=target, args=args, name=name)
-    process.start()
+    method = start_method(what)
+    context: Any = multiprocessing.get_context(method)
+    process: BaseProcess = context.Process(target=_begin, args=(target, args), name=name)
+    if method != "fork":  # would begin by itself in there, and let interrupts through
+        resource_tracker.ensure_running()
+    with interrupts_wait():
+        process.start()
     return process
+
+
+def _begin(target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    ignore_interrupts()
+    target(*args)
 
 
 def _serve(requests: socket.socket, modules: Sequence[str], foreign: Sequence[Closable]) -> None:
     """The fork server: until nobody can ask any more."""
     # It outlives what it has forked, also when all processes of a group are told to stop.
-    for number in _STOPS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_interrupts()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for file in foreign:
         file.close()
     with gc_paused():
@@ -312,7 +325,6 @@ def _tell(status: Connection, answer: int | Exception | None) -> None:
 
 def _run(status: Connection, files: list[int], foreign: Sequence[Closable]) -> None:
     """In the new process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     for file in foreign:

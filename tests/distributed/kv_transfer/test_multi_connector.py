@@ -10,13 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
 
 from tests.distributed.kv_transfer.extraction_harness import (
     Harness,
@@ -25,6 +22,7 @@ from tests.distributed.kv_transfer.extraction_harness import (
     row_values,
     transfer_config,
 )
+from tests.distributed.kv_transfer.several_children import child, make, multi_config
 from tests.distributed.kv_transfer.toy_connectors import HybridConnector
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -33,45 +31,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.capabilities import ConnectorCapabilities
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     load_hidden_states,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_children import MultiConnectorClass
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine import SchedulerStats
-from vllm.v1.metrics.engine_metrics import EngineMetrics
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-
-
-def child(name: str = "Programmed", **extra: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": name,
-        "kv_role": "kv_both",
-        "kv_connector_module_path": TOYS if name == "PlainConnector" else PROGRAMMED,
-        "kv_connector_extra_config": extra,
-    }
-
-
-TOYS = "tests.distributed.kv_transfer.toy_connectors"
-PROGRAMMED = "tests.distributed.kv_transfer.programmed_connector"
-
-
-def multi_config(*children: dict[str, Any]) -> VllmConfig:
-    transfer = transfer_config("MultiConnector", role="kv_both", connectors=list(children))
-    return VllmConfig(kv_transfer_config=transfer)
-
-
-def make(*children: dict[str, Any], role: KVConnectorRole = KVConnectorRole.SCHEDULER) -> Any:
-    config = multi_config(*children)
-    made = KVConnectorFactory.create_connector(config, role, cache_config(16, None))
-    assert isinstance(made, MultiConnector)
-    return made
 
 
 @dataclass
@@ -221,25 +189,6 @@ def test_reports_are_joined() -> None:
     assert make(child(resets=True), child(resets=False)).reset_cache() is False
 
 
-def test_statistics_events_and_messages_per_child() -> None:
-    worker = make(child(number=1), child(), child(number=3), role=KVConnectorRole.WORKER)
-    stats = cast(KVConnectorStats, worker.get_kv_connector_stats())
-    merged = pickle.loads(pickle.dumps(stats)).aggregate(worker.get_kv_connector_stats())
-    assert merged.reduce() == {"0:Programmed number": 2, "2:Programmed number": 6}
-    assert not merged.is_empty()
-    merged.reset()
-    assert merged.is_empty()
-    assert make(child(), child()).get_kv_connector_stats() is None
-    meta = cast(KVConnectorWorkerMetadata, worker.build_connector_worker_meta())
-    joined = meta.aggregate(worker.build_connector_worker_meta())
-    scheduler = make(child(), child(), child())
-    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=joined))
-    got = [c.outputs[0].kv_connector_worker_meta for c in scheduler._children]
-    assert [None if m is None else m.number for m in got] == [2, None, 6]
-    events = worker.get_kv_connector_kv_cache_events()
-    assert [None if e is None else e.number for e in events.aggregate(events).parts] == [2, None, 6]
-
-
 def test_handshake() -> None:
     worker = make(child(number=1), child(), role=KVConnectorRole.WORKER)
     metadata = cast(KVConnectorHandshakeMetadata, worker.get_handshake_metadata())
@@ -260,60 +209,6 @@ def test_handshake_by_pipeline_rank_reaches_every_child() -> None:
     assert {ranks: m.number for ranks, m in first.handshakes_by_stage.items()} == {(1, 0): 1}
     assert {rank: m.number for rank, m in first.handshakes.items()} == {0: 1}
     assert second.handshakes_by_stage == {}
-
-
-def test_statistics_are_built_again_from_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
-    KVConnectorFactory.register_connector("Programmed", PROGRAMMED, "Programmed")
-    worker = make(child(number=1), child(), child(number=3), role=KVConnectorRole.WORKER)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(worker.get_kv_connector_stats().data))
-    built = MultiConnector.build_kv_connector_stats(sent)
-    assert built is not None
-    assert built.reduce() == {"0:Programmed number": 1, "2:Programmed number": 3}
-    empty = MultiConnector.build_kv_connector_stats()
-    assert empty is not None and empty.is_empty()
-    with pytest.raises(ValueError, match="unknown KV connector 'Nobody'"):
-        MultiConnector.build_kv_connector_stats({"0:Nobody": {"data": {}}})
-
-
-def test_metrics_of_every_child() -> None:
-    """From the workers' statistics to the registry, through a message between processes."""
-    children = [child(number=1, metric="one"), child(number=7), child(number=3, metric="three")]
-    children.append(child(number=5, metric="three"))
-    config = multi_config(*children)
-    config.model_config = SimpleNamespace(max_model_len=16, served_names=["m"])
-    registry = CollectorRegistry()
-    metrics = EngineMetrics(config, registry, 0)
-    data = make(*children, role=KVConnectorRole.WORKER).get_kv_connector_stats().data
-    for _ in range(2):
-        stats = msgspec.msgpack.decode(
-            msgspec.msgpack.encode(SchedulerStats(connector=data)), type=SchedulerStats
-        )
-        metrics.record_scheduler(stats)
-    labels = {"model_name": "m", "engine": "0"}
-    counts = [registry.get_sample_value(f"vllm:{n}_total", labels) for n in ("one", "three")]
-    assert counts == [2, 2 * (3 + 5)]
-    plain = MultiConnector.build_prom_metrics(multi_config(child()), {}, [], {})
-    assert plain is None
-
-
-def test_gauges_of_two_host_tiers_add_up() -> None:
-    config = multi_config(*[{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}] * 2)
-    config.model_config = SimpleNamespace(max_model_len=16, served_names=["m"])
-    registry = CollectorRegistry()
-    metrics = EngineMetrics(config, registry, 0)
-    steps: list[list[dict[str, float]]] = [
-        [{"host_bytes": 100.0, "host_used_bytes": 10.0}, {"host_bytes": 200.0}],
-        [{"host_used_bytes": 30.0}, {"host_used_bytes": 5.0}],
-        [{"host_used_bytes": 20.0}, {}],
-    ]
-    for parts in steps:
-        data = {f"{i}:OffloadingConnector": {"data": part} for i, part in enumerate(parts)}
-        metrics.record_scheduler(SchedulerStats(connector=data))
-    labels = {"model_name": "m", "engine": "0"}
-    names = ("capacity", "used")
-    found = [registry.get_sample_value(f"vllm:kv_offload_host_{n}_bytes", labels) for n in names]
-    assert found == [300, 25]
 
 
 def test_groups_only_if_all_children_can() -> None:

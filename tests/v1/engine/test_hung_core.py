@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import gone
+from tests.v1.executor.hangs import END_S, LIMIT_S, descendants, end_cores, engines
 from vllm import LLM, SamplingParams
 from vllm.utils import silence
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -22,31 +22,19 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
 ]
 
-#: instead of 20 s; more than the 3 s after which the process is looked at
-LIMIT_S = 4.0
-#: from the stop to the end of all processes
-END_S = 30.0
-
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[LLM, list[Any]]]]:
     """An engine, and its cores in the order of their replicas."""
     monkeypatch.setattr(silence, "LIMIT_S", LIMIT_S)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    started: list[LLM] = []
+    with engines("llama") as make:
 
-    def make(**options: Any) -> tuple[LLM, list[Any]]:
-        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512}
-        settings |= {"kv_cache_memory_bytes": 16 * 2**20, "max_num_seqs": 4}
-        llm = LLM(str(tiny_model("llama")), **settings, **options)
-        started.append(llm)
-        links = llm.llm_engine.engine_core.links  # type: ignore[attr-defined]
-        return llm, [psutil.Process(link.core.process.pid) for link in links]
+        def start(**options: Any) -> tuple[LLM, list[Any]]:
+            llm = make(**options)
+            links = llm.llm_engine.engine_core.links  # type: ignore[attr-defined]
+            return llm, [psutil.Process(link.core.process.pid) for link in links]
 
-    yield make
-    for one in started:
-        one.llm_engine.engine_core.shutdown()
+        yield start
 
 
 def ask(llm: LLM, num_prompts: int = 1) -> int:
@@ -64,15 +52,15 @@ def ask(llm: LLM, num_prompts: int = 1) -> int:
 def test_a_core_that_is_stopped_ends_the_engine(
     start: Any, options: dict[str, int], who: str
 ) -> None:
-    before = set(psutil.Process().children(recursive=True))
+    before = descendants()
     llm, cores = start(**options)
-    own = list(set(psutil.Process().children(recursive=True)) - before)
+    own = list(descendants() - before)
     assert ask(llm) == 8
     cores[-1].suspend()
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"{who}.* says nothing and does nothing for 4 s"):
         ask(llm, num_prompts=4)
-    llm.llm_engine.engine_core.shutdown()
+    end_cores(llm)
     assert gone(own) and time.monotonic() - began < END_S
 
 

@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import gone
+from tests.v1.executor.hangs import (
+    END_S,
+    LIMIT_S,
+    compute,
+    descendants,
+    end_cores,
+    engines,
+    lie_down,
+    sleep_long,
+)
 from vllm import LLM
 from vllm.distributed.parallel_state import get_world_group
 from vllm.exceptions import HangError
@@ -28,38 +34,13 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
 ]
 
-#: instead of 20 s
-LIMIT_S = 4.0
-#: from the wait to the end of all processes
-END_S = 30.0
-
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
     monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
-    started: list[LLM] = []
-
-    def make(tensor_parallel_size: int = 1) -> LLM:
-        started.append(
-            LLM(
-                str(tiny_model("qwen3_5_moe")),
-                dtype="float32",
-                max_model_len=512,
-                max_num_seqs=4,
-                max_num_batched_tokens=64,
-                kv_cache_memory_bytes=16 * 2**20,
-                data_parallel_size=2,
-                tensor_parallel_size=tensor_parallel_size,
-                enable_expert_parallel=True,
-            )
-        )
-        return started[-1]
-
-    yield make
-    for one in started:
-        one.llm_engine.engine_core.shutdown()
+    shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    with engines("qwen3_5_moe", max_num_batched_tokens=64, **shared) as make:
+        yield make
 
 
 def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
@@ -70,43 +51,28 @@ def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
     return os.getpid()
 
 
-def lie_down() -> None:
-    """At once: a signal to the process is for its main thread, and this one would go on a while."""
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-
-
-def sleep_long() -> None:
-    time.sleep(600)
-
-
 def compute_long() -> None:
-    end = time.monotonic() + 3 * LIMIT_S
-    while time.monotonic() < end:
-        sum(range(10_000))
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    compute(3 * LIMIT_S)
 
 
 @pytest.mark.parametrize(("late", "ranks"), [(lie_down, 1), (sleep_long, 1), (sleep_long, 2)])
 def test_a_worker_of_one_replica_that_does_not_come(start: Any, late: Any, ranks: int) -> None:
-    before = set(children())
-    llm = start(ranks)
-    own = set(children()) - before
+    before = descendants()
+    llm = start(tensor_parallel_size=ranks)
+    own = descendants() - before
     assert len(set(llm.collective_rpc(meet))) == 2 * ranks
     began = time.monotonic()
     with pytest.raises(Exception, match="go(es)? on, for 4 s: .*waits for barrier of ranks 0, 1"):
         llm.collective_rpc(meet, args=(late,))
-    llm.llm_engine.engine_core.shutdown()
+    end_cores(llm)
     assert gone(list(own)) and time.monotonic() - began < END_S
 
 
 def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) -> None:
     """Only the front end waits for its answer."""
-    before = set(children())
+    before = descendants()
     llm = start()
-    own = set(children()) - before
+    own = descendants() - before
 
     def stop(worker: Worker) -> None:
         if get_world_group().is_last_rank:
@@ -115,7 +81,7 @@ def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) 
     began = time.monotonic()
     with pytest.raises(Exception, match="replica 1 does not go on, for 4 s: replica 0: "):
         llm.collective_rpc(stop)
-    llm.llm_engine.engine_core.shutdown()
+    end_cores(llm)
     assert gone(list(own)) and time.monotonic() - began < END_S
 
 
@@ -140,7 +106,7 @@ def test_a_replica_that_does_not_come_to_the_start(
         return method(self, *args)
 
     monkeypatch.setattr(kind, name, late_method)
-    before, began = set(children()), time.monotonic()
+    before, began = descendants(), time.monotonic()
     with pytest.raises(HangError, match="go(es)? on, for 4 s: .* waits for "):
         start()
-    assert gone(list(set(children()) - before)) and time.monotonic() - began < END_S
+    assert gone(list(descendants() - before)) and time.monotonic() - began < END_S

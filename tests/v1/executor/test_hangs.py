@@ -22,11 +22,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import gone, wait_until
+from tests.v1.executor.hangs import END_S, LIMIT_S, compute, executors, lie_down, sleep_long
 from vllm.distributed.parallel_state import get_world_group
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import hang_watch, stationed
 from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.multiproc import MultiprocExecutor
@@ -39,33 +38,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="workers over gloo"),
 ]
 
-#: instead of 20 s
-LIMIT_S = 4.0
-#: from the wait to the end of all processes
-END_S = 30.0
-
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
     monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
-    started: list[MultiprocExecutor] = []
-
-    def make(**options: Any) -> MultiprocExecutor:
-        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
-        layout = {"tensor_parallel_size": 2, **options}
-        config = EngineArgs(str(tiny_model("llama")), **settings, **layout).create_engine_config()
-        started.append(MultiprocExecutor(config))
-        return started[-1]
-
-    yield make
-    for executor in started:
-        executor.shutdown()
-
-
-def compute(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(10_000))
+    with executors(tensor_parallel_size=2) as make:
+        yield make
 
 
 def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
@@ -73,14 +51,6 @@ def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
         late()
     get_world_group().barrier()
     return worker.rank
-
-
-def lie_down() -> None:
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-
-
-def sleep_long() -> None:
-    time.sleep(600)
 
 
 LATE = {

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.v1.executor.fake_worker import FakeWorker, gone, processes
+from tests.v1.executor.hangs import END_S, LIMIT_S
 from tests.v1.executor.two_hosts import Hosts
 from vllm.exceptions import HangError
 from vllm.v1.executor import hang_watch
@@ -19,11 +20,6 @@ from vllm.v1.executor.node import NodeEndedError
 from vllm.v1.worker import worker as worker_module
 
 pytestmark = pytest.mark.usefixtures("forking")
-
-#: instead of 20 s
-LIMIT_S = 4.0
-#: less than for a host of which nothing is known
-END_S = 30.0
 
 
 @pytest.fixture

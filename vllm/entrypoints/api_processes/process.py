@@ -184,7 +184,6 @@ def run_api_process(pipe: Connection, sock: socket.socket) -> None:
     from vllm.entrypoints.launcher import run_server_loop, stop_start_at_signals
     from vllm.entrypoints.tally import Tallies
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells when to stop
     parent = watch_parent(_ORPHAN_GRACE_S)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
     with gc_paused():

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +31,7 @@ from vllm.entrypoints.restart import note_stop
 from vllm.entrypoints.tally import Tallies
 from vllm.logger import init_logger
 from vllm.utils.fork_server import ForkError, start
+from vllm.utils.own_directory import make_directory, remove_directory
 from vllm.utils.silence import BEAT_S, Silence
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.async_client import AsyncMPClient
@@ -106,7 +106,7 @@ class Supervisor:
         self._exit_code = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._all_gone: asyncio.Event
-        self._directory: tempfile.TemporaryDirectory[str]
+        self._directory: str
         self._core: AsyncMPClient
         self._metrics: JointMetrics
         self._sleep: JointSleep
@@ -120,13 +120,13 @@ class Supervisor:
         """Serve until a signal, the engine's death or what --api-server-death says; returns the
         exit status. A failing start raises."""
         stop_start_at_signals()
-        self._directory = tempfile.TemporaryDirectory(prefix="vllm-api-")
-        with self._directory as directory:
-            try:
-                return asyncio.run(self._serve(Path(directory)))
-            finally:
-                for process in self._processes.values():
-                    process.kill()
+        self._directory = make_directory()
+        try:
+            return asyncio.run(self._serve(Path(self._directory)))
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            remove_directory(self._directory)
 
     # ---- start ---------------------------------------------------------------------------------
 
@@ -316,8 +316,7 @@ class Supervisor:
                 process.process.kill()
             with contextlib.suppress(Exception):
                 self._core.shutdown(timeout=0)
-            with contextlib.suppress(OSError):
-                self._directory.cleanup()
+            remove_directory(self._directory)
             remove_own_files()
             os._exit(_EXIT_FORCED)
         logger.info("%s: finishing running requests, no new ones", name)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm` command: finds the subcommand and imports nothing else."""
+"""The `vllm` command: finds the subcommand and imports nothing else.
+
+And nothing before interrupts are handled: while this module is imported they show where it was.
+"""
 
 import importlib
 import os
@@ -8,12 +11,12 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from vllm.envs import check_variables
-from vllm.utils.imports import gc_paused
-from vllm.utils.start_method import spawning
+from vllm.utils.interrupts import interrupts_end, interrupts_raise
 from vllm.version import __version__
 
 if TYPE_CHECKING:
+    import argparse
+
     from vllm.entrypoints.cli.types import CLISubcommand
 
 #: name, of one or two words -> (module of this package and its class, one line of help)
@@ -108,18 +111,16 @@ def _answer_usage(argv: list[str]) -> int:
 def _run(name: str, argv: list[str]) -> int:
     """Parse and run; the last line on stderr names the cause of a failure."""
     try:
-        check_variables()
-        with _engine_process(name, argv), spawning():
-            with gc_paused():
-                command = load_command(name)
-                from vllm.utils.argparse_utils import FlexibleArgumentParser
+        with interrupts_end():
+            from vllm.envs import check_variables
+            from vllm.utils.start_method import spawning
 
-                about = command.description
-                parser = FlexibleArgumentParser(prog=f"vllm {name}", description=about)
-                command.add_arguments(parser)
-            args = parser.parse_args(argv)
-            args.argv = argv
-            return command.run(args)
+            check_variables()
+            with _engine_process(name, argv), spawning():
+                command, args = _parse(name, argv)
+                if name != "serve":  # which imports more, and then takes its signals
+                    interrupts_raise()
+                return command.run(args)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:
@@ -127,6 +128,20 @@ def _run(name: str, argv: list[str]) -> int:
             return 128 + signal.SIGPIPE
         report_failure(name, error)
         return 1
+
+
+def _parse(name: str, argv: list[str]) -> "tuple[CLISubcommand, argparse.Namespace]":
+    from vllm.utils.imports import gc_paused
+
+    with gc_paused():
+        command = load_command(name)
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = FlexibleArgumentParser(prog=f"vllm {name}", description=command.description)
+        command.add_arguments(parser)
+    args = parser.parse_args(argv)
+    args.argv = argv
+    return command, args
 
 
 def _engine_process(name: str, argv: list[str]) -> AbstractContextManager[None]:

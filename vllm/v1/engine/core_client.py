@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import queue
-import shutil
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from itertools import chain
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.own_directory import make_directory, remove_directory
 from vllm.utils.own_process import OwnProcess
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, StopRequest
 from vllm.v1.engine.client_link import ClientLink, Sink, client_addresses
@@ -291,7 +290,7 @@ def _make_directory() -> str:
     """Of the sockets between a core and its clients."""
     base = envs.VLLM_RPC_BASE_PATH
     try:
-        return mkdtemp(prefix="vllm-", dir=base)
+        return make_directory(base)
     except OSError as error:
         raise VLLMValidationError(
             f"VLLM_RPC_BASE_PATH={base}: no directory for the engine's sockets can be made there: "
@@ -323,7 +322,7 @@ def start_replicas(
         for core in started:
             core.stop(0.0)
         for directory in directories:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove_directory(directory)
         raise
     links: list[CoreLink] = []
     for config, core, directory in zip(configs, started, directories, strict=True):

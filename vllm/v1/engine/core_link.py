@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import zmq
 
 from vllm.exceptions import ExplainedError
 from vllm.utils import startup_phases
+from vllm.utils.own_directory import remove_directory
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.client_link import (
     SHUTDOWN_S,
@@ -117,7 +117,7 @@ class CoreLink(ClientLink):
     def _release_files(self) -> None:
         atexit.unregister(self.close)
         super()._release_files()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_directory(self.directory)
 
 
 def await_ready(links: Sequence[ClientLink]) -> None:

@@ -280,7 +280,6 @@ def run_engine_core(work: Connection, ready: Connection) -> None:
     Sends `CoreReady`, or the exception that stopped the start, through `ready`. Exits non-zero
     after an error. Ends by itself when the parent is gone.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_during_start)
     startup_phases.take_events()  # a forked process begins with a copy of its parent's
     parent = watch_parent(_ORPHAN_GRACE_S)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from vllm.utils import interrupts
 from vllm.utils.fork_server import start
 from vllm.utils.imports import gc_paused, import_heavy_modules, short_turns
 from vllm.utils.start_method import start_method
@@ -72,8 +73,7 @@ def prestarted() -> Iterator[None]:
         import_heavy_modules()
         yield
     finally:
-        if (unused := take()) is not None:
-            unused.discard()
+        _discard_unused()
 
 
 def connections() -> tuple[Connection, ...]:
@@ -89,6 +89,14 @@ def take() -> SpareProcess | None:
         spare.discard()
         return None
     return spare
+
+
+def _discard_unused() -> None:
+    if (unused := take()) is not None:
+        unused.discard()
+
+
+interrupts.end_too(_discard_unused)
 
 
 def _run(work: Connection, ready: Connection, environment: dict[str, str]) -> None:

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-
 from vllm.distributed.rendezvous import MeetingPlace
 from vllm.utils import startup_phases
+from vllm.utils.own_directory import make_directory, remove_directory
 from vllm.v1.executor.local_workers import LocalWorkers
 from vllm.v1.executor.stationed import StationedExecutor
 from vllm.v1.executor.worker_process import WorkerPlan
@@ -23,14 +21,14 @@ class MultiprocExecutor(StationedExecutor):
             self._start_everywhere()
 
     def _start_here(self) -> None:
-        directory = tempfile.mkdtemp(prefix="vllm-")
+        directory = make_directory()
         try:
             plan = WorkerPlan.of(self.vllm_config, f"file://{directory}/store")
             with startup_phases.startup_phase("spawn workers"):
                 workers = LocalWorkers(plan, self._ranks)
             self._begin(plan, [workers])
         finally:
-            shutil.rmtree(directory, ignore_errors=True)  # the ranks have met
+            remove_directory(directory)  # the ranks have met
 
     def _start_everywhere(self) -> None:
         """The other hosts first: theirs start while this one's do."""

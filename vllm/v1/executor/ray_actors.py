@@ -28,6 +28,7 @@ from vllm.v1.executor.device_checks import check_equal_devices
 from vllm.v1.executor.message_socket import MessageSocket
 from vllm.v1.executor.node_agreement import check_versions
 from vllm.v1.executor.ray_address import await_cluster
+from vllm.v1.executor.ray_witness import RayWitness, Sight
 from vllm.v1.executor.ray_worker import RayWorker, carried
 from vllm.v1.executor.remote_workers import RemoteWorkers
 from vllm.v1.executor.stationed import StationedExecutor
@@ -41,7 +42,8 @@ _HELLO_S = 5.0
 
 
 class RayActors:
-    """One actor per rank, in a placement group. `address`: this host's, at which they answer.
+    """One actor per rank, in a placement group, and a witness on each node. `address`: this host's,
+    at which they answer.
 
     Raises what `await_cluster` raises, and `StartTimeoutError` when Ray has no room for them in
     `--distributed-timeout-seconds`.
@@ -55,6 +57,8 @@ class RayActors:
         self._resource = "CPU" if config.device_config.device_type == "cpu" else "GPU"
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
+        self._witnesses: dict[str, Any] = {}
+        self._sights: list[Sight] = []
         self._starts_ray = not ray.is_initialized()
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if self._starts_ray:
@@ -73,24 +77,33 @@ class RayActors:
                 f"{ray.cluster_resources().get(self._resource, 0):g}, of which "
                 f"{ray.available_resources().get(self._resource, 0):g} are free"
             )
-        kind: Any = ray.remote(RayWorker)
-        amount: dict[str, Any] = {f"num_{self._resource.lower()}s": 1}
-        if self._resource == "GPU":
-            amount["num_cpus"] = 0
+        amounts = {"num_cpus": 0, f"num_{self._resource.lower()}s": 1}
+        environment = carried(os.environ)
         started = [
-            kind.options(
-                **amount,
-                max_restarts=0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-            ).remote(carried(os.environ))
+            self._start(group, index, RayWorker, amounts, environment)
             for index in range(self._size)
         ]
         self._actors = started
-        hosts = ray.get([actor.host.remote() for actor in started], timeout=self._timeout_s)
+        places = ray.get([actor.place.remote() for actor in started], timeout=self._timeout_s)
+        hosts = [address for address, _, _ in places]
         order = sorted(range(self._size), key=lambda i: (hosts[i] != self.address, hosts[i], i))
         self._actors = [started[index] for index in order]
+        for index in order:
+            _, node, pid = places[index]
+            if node not in self._witnesses:
+                self._witnesses[node] = self._start(group, index, RayWitness, {"num_cpus": 0})
+            self._sights.append(Sight(self._witnesses[node], pid))
         shown = [hosts[index] for index in order]
         decisions.record("workers", f"{self._size} Ray actors", f"by rank on {', '.join(shown)}")
+
+    def _start(
+        self, group: PlacementGroup, index: int, kind: type, amounts: dict[str, Any], *args: Any
+    ) -> Any:
+        """An actor of `kind` in a bundle of the group, with `amounts` of its resources."""
+        strategy = PlacementGroupSchedulingStrategy(group, index)
+        remote: Any = ray.remote(kind)
+        options = {**amounts, "max_restarts": 0, "scheduling_strategy": strategy}
+        return remote.options(**options).remote(*args)
 
     def connect(self, plan: WorkerPlan) -> list[RemoteWorkers]:
         """Let the actors work; returns the connections to them, by rank."""
@@ -110,7 +123,9 @@ class RayActors:
                     hello = _heard(MessageSocket(accepted, peer), secret)
                     if hello is not None:
                         rank, names[rank] = hello.rank, hello.device
-                        links[rank] = _ActorLink(hello.connection, rank, self._actors[rank])
+                        links[rank] = _ActorLink(
+                            hello.connection, rank, self._actors[rank], self._sights[rank]
+                        )
                         check_versions(hello.versions, links[rank].name)
                 for failed in ray.wait(runs, timeout=0)[0]:
                     ray.get(failed)  # raises what it failed with
@@ -131,7 +146,7 @@ class RayActors:
 
     def close(self) -> None:
         """End the actors and give back what they had."""
-        for actor in self._actors:
+        for actor in (*self._actors, *self._witnesses.values()):
             _kill(actor)
         if self._group is not None:
             with contextlib.suppress(Exception):
@@ -143,10 +158,13 @@ class RayActors:
 class _ActorLink(RemoteWorkers):
     """A worker in an actor, which does not outlive its end."""
 
-    def __init__(self, connection: MessageSocket, rank: int, actor: Any) -> None:
+    def __init__(self, connection: MessageSocket, rank: int, actor: Any, sight: Sight) -> None:
         name = f"the Ray actor of rank {rank} ({connection.peer})"
         super().__init__(connection, range(rank, rank + 1), name)
-        self._actor = actor
+        self._actor, self._sight = actor, sight
+
+    def sees_work(self, rank: int) -> bool | None:
+        return self._sight.sees_work()
 
     def finish_end(self, deadline: float) -> None:
         super().finish_end(deadline)

@@ -40,11 +40,12 @@ class RayWorker:
     def __init__(self, environment: dict[str, str]) -> None:
         os.environ.update(environment)
 
-    def host(self) -> str:
-        """The address of the Ray node."""
+    def place(self) -> tuple[str, str, int]:
+        """The address and the identifier of the Ray node, and the process there."""
         import ray
 
-        return str(ray.util.get_node_ip_address())
+        node = ray.get_runtime_context().get_node_id()
+        return str(ray.util.get_node_ip_address()), str(node), os.getpid()
 
     def run(self, setup: bytes, rank: int, address: tuple[str, int], secret: str) -> None:
         """Be the worker of `rank` until the driver at `address` says so or is gone. `setup`: a

@@ -75,7 +75,7 @@ class RemoteWorkers(Station):
         return []
 
     def sees_work(self, rank: int) -> bool | None:
-        if self._working is None:  # it says nothing of this, or its workers begin
+        if self._working is None:  # its workers begin
             return None
         beats = time.monotonic() - self._beaten_s < SILENT_S
         return beats and rank in self._working
