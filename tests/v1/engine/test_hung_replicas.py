@@ -16,27 +16,26 @@ import torch
 from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import gone
+from tests.v1.executor.quick_clock import LIMIT_S, use_quick_clock
 from vllm import LLM
 from vllm.distributed.parallel_state import get_world_group
 from vllm.exceptions import HangError
 from vllm.v1.engine.joint_steps import JointSteps
-from vllm.v1.executor import hang_watch
 from vllm.v1.worker.worker import Worker
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
 ]
 
-#: instead of 20 s
-LIMIT_S = 4.0
 #: from the wait to the end of all processes
 END_S = 30.0
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
+    use_quick_clock(monkeypatch)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     started: list[LLM] = []
@@ -96,7 +95,7 @@ def test_a_worker_of_one_replica_that_does_not_come(start: Any, late: Any, ranks
     own = set(children()) - before
     assert len(set(llm.collective_rpc(meet))) == 2 * ranks
     began = time.monotonic()
-    with pytest.raises(Exception, match="go(es)? on, for 4 s: .*waits for barrier of ranks 0, 1"):
+    with pytest.raises(Exception, match="go(es)? on, for 2.5 s: .*waits for barrier of ranks 0, 1"):
         llm.collective_rpc(meet, args=(late,))
     llm.llm_engine.engine_core.shutdown()
     assert gone(list(own)) and time.monotonic() - began < END_S
@@ -113,7 +112,7 @@ def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) 
             lie_down()
 
     began = time.monotonic()
-    with pytest.raises(Exception, match="replica 1 does not go on, for 4 s: replica 0: "):
+    with pytest.raises(Exception, match="replica 1 does not go on, for 2.5 s: replica 0: "):
         llm.collective_rpc(stop)
     llm.llm_engine.engine_core.shutdown()
     assert gone(list(own)) and time.monotonic() - began < END_S
@@ -141,6 +140,6 @@ def test_a_replica_that_does_not_come_to_the_start(
 
     monkeypatch.setattr(kind, name, late_method)
     before, began = set(children()), time.monotonic()
-    with pytest.raises(HangError, match="go(es)? on, for 4 s: .* waits for "):
+    with pytest.raises(HangError, match="go(es)? on, for 2.5 s: .* waits for "):
         start()
     assert gone(list(set(children()) - before)) and time.monotonic() - began < END_S
