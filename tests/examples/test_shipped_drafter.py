@@ -13,6 +13,8 @@ from train_drafter import input_layers
 
 from vllm.benchmarks.acceptance import AcceptanceArgs, predict
 
+pytestmark = pytest.mark.slow
+
 PROMPT, OUTPUT, SAMPLES = 64, 128, 12
 MEMORY = 64 << 20
 

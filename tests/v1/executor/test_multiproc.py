@@ -35,7 +35,7 @@ from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 @pytest.fixture
