@@ -25,7 +25,7 @@ import torch
 from tiny_models import tiny_model
 
 from tests.v1.executor.fake_worker import gone, wait_until
-from tests.v1.executor.quick_clock import LIMIT_S, use_quick_clock
+from tests.v1.executor.quick_clock import LIMIT_S, end_soon, use_quick_clock
 from vllm.distributed.parallel_state import get_world_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import pulse as pulse_module
@@ -49,6 +49,7 @@ END_S = 30.0
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
     use_quick_clock(monkeypatch)
+    end_soon(monkeypatch)
     started: list[MultiprocExecutor] = []
 
     def make(**options: Any) -> MultiprocExecutor:

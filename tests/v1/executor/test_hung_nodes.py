@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.v1.executor.fake_worker import FakeWorker, gone, processes
-from tests.v1.executor.quick_clock import LIMIT_S, use_quick_clock
+from tests.v1.executor.quick_clock import LIMIT_S, end_soon, use_quick_clock
 from tests.v1.executor.two_hosts import Hosts
 from vllm.exceptions import HangError
 from vllm.v1.executor.multiproc import MultiprocExecutor
@@ -28,6 +28,7 @@ END_S = 30.0
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setattr(worker_module, "Worker", FakeWorker)
     use_quick_clock(monkeypatch)
+    end_soon(monkeypatch)
     made = Hosts()
     yield made
     made.end()
