@@ -34,6 +34,8 @@ from vllm.benchmarks.load import allow_many_connections
 from vllm.benchmarks.processes import num_usable_cores
 
 _SETTLE_S = 60.0
+#: bytes that a piece may have of the event that ends a stream
+_LAST_EVENT = len(b"data: [DONE]")
 #: connections that an event loop opens and reads within about a second
 _CLIENTS_PER_PROCESS = 500
 #: gauges of `/metrics` that must be back at zero
@@ -70,8 +72,12 @@ async def leave(port: int, request: bytes, opened: asyncio.Semaphore, rng: rando
     """Go away before, between or after any of the events."""
     reader, writer = await connect(port, opened)
     writer.write(request)
+    last = b""
     for _ in range(rng.choice([0, 0, 1, 2, 5, 20])):
-        if not await reader.read(1 << 10):
+        piece = await reader.read(1 << 10)
+        last = last[-_LAST_EVENT:] + piece
+        # The server closes a connection that nobody uses, seconds after the last event.
+        if not piece or b"data: [DONE]" in last:
             break
     if rng.random() < 0.5:
         await asyncio.sleep(rng.random() * 0.5)

@@ -343,8 +343,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main() -> int:
-    options = parse_arguments()
+def main(words: Sequence[str] | None = None) -> int:
+    options = parse_arguments(words)
     if options.plot:
         require_matplotlib()
     allow_many_connections()

@@ -51,6 +51,14 @@ class ServerCpu:
     engine_s: float
 
 
+def start_python(
+    arguments: list[str], environment: dict[str, str] | None
+) -> subprocess.Popen[bytes]:
+    """`python ARGUMENTS` in a session of its own."""
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, start_new_session=True, env=environment)
+
+
 class ServedProcess:
     """`python COMMAND --port PORT` in a session of its own: ready on entering the context, gone on
     leaving it, children too. Raises `RuntimeError` when it is not ready within `timeout_s`.
@@ -69,11 +77,7 @@ class ServedProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self._timeout_s = timeout_s
         self._api_pids: set[int] = set()
-        self._process = subprocess.Popen(
-            [sys.executable, *command, "--port", str(self.port)],
-            start_new_session=True,
-            env=environment,
-        )
+        self._process = start_python([*command, "--port", str(self.port)], environment)
         self.process = psutil.Process(self._process.pid)
 
     def __enter__(self) -> Self:
@@ -137,6 +141,10 @@ class ServedProcess:
             else:
                 engine_s += seconds
         return ServerCpu(max(1, len(self._api_pids)), api_s, engine_s)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status; raises `subprocess.TimeoutExpired`."""
+        return self._process.wait(timeout_s)
 
     def _processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import httpx
 import torch
@@ -73,6 +73,11 @@ def serve_command(model: Path, port: int, layers: list[int], hidden_dir: str) ->
     ]
 
 
+def start_server(command: list[str], log: IO[str]) -> subprocess.Popen[bytes]:
+    """In a session of its own, Ctrl-C reaches only this program."""
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
 @contextmanager
 def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     """The server, healthy; stopped at the end, whatever happens. A failure comes with its log."""
@@ -80,10 +85,7 @@ def running(command: list[str], base: str, log: Path) -> Iterator[None]:
     arrived: list[int] = []
     handlers = {n: signal.signal(n, lambda got, _: arrived.append(got)) for n in _INTERRUPTS}
     with log.open("w") as out:
-        # In a session of its own, Ctrl-C reaches only this program.
-        server = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        server = start_server(command, out)
     bar = tqdm(desc="starting the server", bar_format="{desc}: {elapsed}", leave=False)
     try:
         for number, handler in handlers.items():
@@ -121,7 +123,7 @@ def wait_until_healthy(server: subprocess.Popen[bytes], base: str, bar: tqdm[NoR
 
 def stop(server: subprocess.Popen[bytes]) -> None:
     """SIGTERM, then SIGKILL to what is left."""
-    server.terminate()
+    server.send_signal(signal.SIGTERM)
     try:
         server.wait(timeout=30)
     except subprocess.TimeoutExpired:

@@ -22,6 +22,8 @@ from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import FrontEndArgs
 from vllm.exceptions import VLLMValidationError
 
+pytestmark = pytest.mark.slow
+
 
 class Served:
     """A running server, its engine and what the benchmark's flags must be to reach it."""

@@ -32,6 +32,8 @@ from vllm.benchmarks.processes import (
 )
 from vllm.entrypoints.cli.types import CommandError
 
+pytestmark = pytest.mark.slow
+
 #: how far two processes of a busy machine may be apart in seeing the same thing
 SLACK_S = 0.15
 GAP_S = 0.4

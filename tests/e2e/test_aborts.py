@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core_client import InprocClient
 
-pytestmark = pytest.mark.extraction
+pytestmark = [pytest.mark.slow, pytest.mark.extraction]
 
 NUM_ACTIONS = 150
 

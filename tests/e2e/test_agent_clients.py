@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     # It takes seconds to import, as `agents` does.
     import anthropic
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3_5-code"
 SCRIPTS = Path(__file__).parent / "clients"

@@ -18,8 +18,9 @@ import pytest
 from benchmarks.api_overhead import request_bytes
 from benchmarks.client_storm import leftovers, run_storm, run_storm_processes, settle
 from benchmarks.served_process import TokenServer
+from tests.forked_servers import forked_servers
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 #: more than the 64 that run at once, so that clients leave queues too
 NUM_CLIENTS = 240
@@ -29,7 +30,7 @@ DEATH_LIMIT_S = 5
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[TokenServer]:
-    with TokenServer("--step-ms", "5", "--max-num-seqs", "64") as running:
+    with forked_servers(), TokenServer("--step-ms", "5", "--max-num-seqs", "64") as running:
         yield running
 
 
@@ -109,4 +110,4 @@ def test_a_killed_engine_ends_every_stream_with_an_error(server: TokenServer) ->
 
     for event in asyncio.run(main()):
         assert event["error"]["code"] == 500 and "dead" in event["error"]["message"]
-    assert server.process.wait(60) == 1
+    assert server.wait(60) == 1

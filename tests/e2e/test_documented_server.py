@@ -15,7 +15,7 @@ from tests.docs.commands import ROOT, Command, documented_commands, python_block
 from tests.e2e.remote_server import RemoteServer
 from vllm.entrypoints.cli.main import main as vllm
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 MODEL = "examples/models/tiny-qwen3_5-code"
 COMMANDS = documented_commands()

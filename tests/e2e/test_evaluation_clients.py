@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.remote_server import RemoteServer
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.e2e,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("forking"),

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.outputs import RequestOutput
 
-pytestmark = [pytest.mark.extraction, pytest.mark.usefixtures("forking")]
+pytestmark = [pytest.mark.slow, pytest.mark.extraction, pytest.mark.usefixtures("forking")]
 
 FAMILIES = ["llama", "qwen3", "qwen3_5"]
 NUM_LAYERS = 4

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.v1.metrics.reader import Counter
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.extraction,
     pytest.mark.parity,
     pytest.mark.usefixtures("forking"),

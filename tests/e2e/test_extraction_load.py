@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     load_hidden_states,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.extraction]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.extraction]
 
 LAYER_IDS = [0, 2, 4]
 MAX_MODEL_LEN = 257
@@ -64,8 +64,11 @@ def server(family: str, storage: Path) -> Iterator[RemoteServer]:
 
 
 def http_client(server: RemoteServer) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits)
+    """Any number of connections, for one request each: httpx compares every idle one of a pool with
+    all others whenever a request ends."""
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Connection": "close"}
+    return httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, headers=headers)
 
 
 async def ask(client: httpx.AsyncClient, token_ids: list[int], **fields: Any) -> str:

@@ -4,27 +4,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.forked_python import run_python
+from benchmarks import http_streams
+from tests.forked_servers import forked_servers
 
 pytestmark = pytest.mark.e2e
 
-
-def run(path: Path, *words: str) -> tuple[str, list[dict]]:
-    done = run_python("benchmarks.http_streams", "--json", str(path), *words)
-    # 3: other tests keep the machine busy, which is not what is tested.
-    assert done.returncode in (0, 3), done.stderr
-    points = json.loads(path.read_text())["points"]
-    assert [p["client_limited"] for p in points].count(True) == done.stdout.count("NOT A RESULT")
-    return done.stdout, points
+Run = Callable[..., tuple[str, list[dict]]]
 
 
-def test_a_free_model(tmp_path: Path) -> None:
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(*words)`: what it prints, and the points of its file."""
+
+    def run_here(*words: str) -> tuple[str, list[dict]]:
+        path = tmp_path / "r.json"
+        with forked_servers():
+            # 3: other tests keep the machine busy, which is not what is tested.
+            assert http_streams.main(["--json", str(path), *words]) in (0, 3)
+        shown, points = capsys.readouterr().out, json.loads(path.read_text())["points"]
+        assert [p["client_limited"] for p in points].count(True) == shown.count("NOT A RESULT")
+        return shown, points
+
+    return run_here
+
+
+def test_a_free_model(run: Run) -> None:
     shown, points = run(
-        tmp_path / "r.json",
         *["--streams", "1,6", "--rounds", "6", "--prompt", "20", "--output", "16", "--chat"],
         *["--step-ms", "10", "--client-processes", "2"],
     )
@@ -43,9 +53,8 @@ def test_a_free_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_beside_itself_without_http(tmp_path: Path) -> None:
+def test_a_model_beside_itself_without_http(run: Run) -> None:
     shown, [point] = run(
-        tmp_path / "r.json",
         *["--model", "examples/models/tiny-qwen3_5-code", "--streams", "2", "--prompt", "20"],
         *["--output", "8", "max_model_len=256", "max_num_seqs=4", 'dtype="float32"'],
         *["enforce_eager=true", "kv_cache_memory_bytes=64000000"],

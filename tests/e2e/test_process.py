@@ -21,7 +21,7 @@ from tests.forked_python import run_python
 from tests.ports import free_port
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--enforce-eager")
 #: from the signal or the failure to the last process's end; seconds in fact, but machines differ

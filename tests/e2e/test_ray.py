@@ -19,6 +19,7 @@ from tests.tiny_models import hf_reference_generate, tiny_model
 from tests.v1.executor.fake_worker import wait_until
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.e2e,
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="two nodes would want a GPU each"),

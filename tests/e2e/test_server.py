@@ -23,7 +23,7 @@ from vllm import LLM
 from vllm.entrypoints.cli.main import main
 from vllm.sampling_params import BeamSearchParams
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 PROMPT = [10, 20, 30, 40, 50, 60, 70]
 HI = [{"role": "user", "content": "hi"}]

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 hs_connectors = pytest.importorskip("hs_connectors")
 
-pytestmark = [pytest.mark.extraction, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.extraction, pytest.mark.e2e]
 
 
 def vllm_client() -> Any:

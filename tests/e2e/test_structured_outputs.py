@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.remote_server import RemoteServer
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3_5-code"
 ASK: list = [{"role": "user", "content": "Describe a function that adds two numbers."}]

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+from unittest import mock
 
+import demo
 import psutil
 
-from tests.forked_python import CapturedPython, run_python
+from tests.forked_python import CapturedPython, ForkedPython, run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = ROOT / "examples" / "models" / "tiny-qwen3_5-code"
@@ -24,6 +28,20 @@ def start(name: str, *arguments: str) -> CapturedPython:
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(str(ROOT / "examples" / f"{name}.py"), *arguments, timeout=280)
+
+
+def _start_server(command: list[str], log: IO[str]) -> ForkedPython:
+    _, option, module, *rest = command
+    assert option == "-m"
+    return ForkedPython(module, rest, log, session=True)
+
+
+@contextmanager
+def forked_servers() -> Iterator[None]:
+    """Each server of an example that runs here. A new interpreter, as `test_demo` starts for its
+    users' sake, would import everything, for seconds."""
+    with mock.patch.object(demo, "start_server", _start_server):
+        yield
 
 
 def wait_for(condition: Callable[[], bool], process: CapturedPython) -> None:

@@ -13,7 +13,7 @@ from example_process import TRAINED, assert_gone, children, run, start, wait_for
 
 from tests.forked_python import CapturedPython
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
 
 def test_works_and_is_tidy() -> None:

@@ -26,7 +26,7 @@ from tests.e2e.remote_server import RemoteServer
 from tests.tiny_models import hf_residual_streams
 from vllm.hidden_states_storage import RowFormat
 
-pytestmark = pytest.mark.extraction
+pytestmark = [pytest.mark.slow, pytest.mark.extraction]
 
 SAMPLES = 60
 LAYERS = [2, 4, 5, 8]

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 from drafter_serving import Measured, measure
-from example_process import DRAFTER, TRAINED
+from example_process import DRAFTER, TRAINED, forked_servers
 from own_outputs import Speech, Wanted, make_datasets
 from train_drafter import input_layers
 
 from vllm.benchmarks.acceptance import AcceptanceArgs, predict
+
+pytestmark = pytest.mark.slow
 
 PROMPT, OUTPUT, SAMPLES = 64, 128, 12
 MEMORY = 64 << 20
@@ -29,7 +31,8 @@ def held_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(held_out: Path) -> Measured:
-    return measure(str(TRAINED), DRAFTER, held_out, OUTPUT, MEMORY)
+    with forked_servers():
+        return measure(str(TRAINED), DRAFTER, held_out, OUTPUT, MEMORY)
 
 
 @pytest.mark.e2e

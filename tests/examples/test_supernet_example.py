@@ -18,6 +18,8 @@ from tests.apriel2_models import Reference, save, thinned
 from tests.e2e.remote_server import RemoteServer
 from vllm.v1.core.decode_cost import DEVICES
 
+pytestmark = pytest.mark.slow
+
 SMALL = Sizes(vocab=64, context=64, hidden=32, mlp=48, layers=4, heads=4, head_dim=16, window=5)
 
 

@@ -18,6 +18,8 @@ from transformers import AutoTokenizer
 
 from vllm.entrypoints.cli.main import main
 
+pytestmark = pytest.mark.slow
+
 # Its import takes seconds: the tests that use it do that.
 if find_spec("speculators") is None:
     pytest.skip("speculators is not installed", allow_module_level=True)

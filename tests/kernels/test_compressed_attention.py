@@ -26,6 +26,8 @@ from vllm.kernels.cpu import CpuKernels
 from vllm.kernels.cuda import CudaKernels
 from vllm.kernels.naive import NaiveKernels
 
+pytestmark = pytest.mark.slow
+
 CPU, NAIVE, TRITON = CpuKernels(), NaiveKernels(), CudaKernels()
 RATIOS = [(4, True), (128, False), (6, False)]
 #: starts of sequences, and tokens of each in the step

@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 )
 from vllm.exceptions import VLLMValidationError
 
-pytestmark = [pytest.mark.parity]
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
 LAYOUTS = {
     "mixture": ["attention", "gdn", "kda", "sliding_window"],

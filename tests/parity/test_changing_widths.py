@@ -20,7 +20,7 @@ from test_turns_with_drafts import ENDS, converse, unended
 from tests.nightly import nightly
 from vllm.v1.worker.input_batch import InputBatch
 
-pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage, core_in_this_process]
 
 #: with 7 drafts at most: steps of 1, 4 and 8 tokens per request
 WIDTH = 8

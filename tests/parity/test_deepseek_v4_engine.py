@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 from vllm.kernels.fp8 import naive
 from vllm.platforms import current_platform
 
-pytestmark = [pytest.mark.parity, one_stage]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage]
 
 
 @pytest.mark.parametrize("chunk", [2048, 37])

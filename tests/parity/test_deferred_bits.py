@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import BlockCopy
 from vllm.v1.worker.state_journals import StateJournals
 
-pytestmark = [pytest.mark.parity, core_in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, core_in_this_process]
 
 INTERVALS = (2, 8)
 

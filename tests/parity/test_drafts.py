@@ -36,7 +36,7 @@ from vllm.kernels.step import AcceptProblem, accept
 from vllm.v1.structured_output.grammar import RequestGrammar
 from vllm.v1.worker.step_inputs import StepInputBuilder
 
-pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage, core_in_this_process]
 
 #: by scenario, two widths of three: what is accepted decides what a scenario meets, and the least
 #: and the largest width meet every second of them; the rest is nightly

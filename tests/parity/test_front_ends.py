@@ -18,7 +18,7 @@ from tests.e2e.remote_server import RemoteServer
 from vllm import LLM, SamplingParams
 from vllm.outputs import CompletionOutput, RequestOutput
 
-pytestmark = [pytest.mark.parity, pytest.mark.e2e]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, pytest.mark.e2e]
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3_5-code"
 PROMPTS = ("def read_lines(path):\n", "class Größe:\n    def __init__(self, name):\n")

@@ -15,7 +15,7 @@ from parity_checks import (
 )
 from tiny_models import hf_reference_logits, tiny_model
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
 FAMILIES = ("llama", "qwen3", "qwen3_5", "qwen3_5_wrapper")
 

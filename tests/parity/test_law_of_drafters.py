@@ -34,7 +34,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.worker import step_inputs
 
-pytestmark = [pytest.mark.parity, pytest.mark.timeout(1800), in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, pytest.mark.timeout(1800), in_this_process]
 
 VOCAB, LENGTH, ROWS, DRAFTS = 8, 125, 256, 3
 NUM_TOKENS = int(os.environ.get("VLLM_TEST_LAW_TOKENS", "1000000"))

@@ -36,7 +36,7 @@ from vllm.v1.worker.mixer_weights import MixerWeights
 from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.worker import Worker
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, in_this_process]
 
 LAYERS, MEMORY = 2, 2**22
 PROMPTS = prompts((3, 20))

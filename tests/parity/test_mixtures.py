@@ -19,6 +19,7 @@ from tiny_models import tiny_model
 from vllm import RequestOutput
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parity,
     pytest.mark.parametrize(
         "family", ["mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_linear"]

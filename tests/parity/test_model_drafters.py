@@ -40,7 +40,7 @@ from vllm.v1.worker.graph_set import GraphSet, Prepare
 from vllm.v1.worker.step_graphs import Replay, StepGraphs
 from vllm.v1.worker.step_inputs import StepInputs
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, in_this_process]
 
 
 # ---- what happens to requests --------------------------------------------------------------------

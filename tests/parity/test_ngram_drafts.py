@@ -15,7 +15,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched import draft_policy
 
-pytestmark = [pytest.mark.parity, one_stage, core_in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage, core_in_this_process]
 
 
 #: a random model repeats itself when it has little to choose from

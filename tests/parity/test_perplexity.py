@@ -20,7 +20,7 @@ from examples.python_library import is_held_out, library_files, library_root
 from tests.nightly import nightly
 from vllm import LLM, SamplingParams, TokensPrompt
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
 TRAINED = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen3_5-code"
 #: tokens of the windows; lengths on both sides of block, chunk and budget borders

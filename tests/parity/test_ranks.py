@@ -35,6 +35,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parity,
     pytest.mark.usefixtures("forking"),
     on_cpus,

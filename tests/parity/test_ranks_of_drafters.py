@@ -30,6 +30,7 @@ from vllm.v1.spec_decode.layer_drafter import LayerDrafter
 from vllm.v1.worker.step_sampler import StepSampler
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.parity,
     pytest.mark.usefixtures("noting"),
     on_cpus,

@@ -20,7 +20,7 @@ from vllm.model_executor.models.draft_head import DraftHead
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.request import Request
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, in_this_process]
 
 
 def beginnings() -> list[list[int]]:

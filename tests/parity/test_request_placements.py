@@ -20,7 +20,7 @@ from vllm.v1.worker.model_runner import ModelRunner
 from vllm.v1.worker.placed_state import PlacedState
 from vllm.v1.worker.sanitizer import SanitizerError
 
-pytestmark = [pytest.mark.parity, in_this_process]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, in_this_process]
 
 LAYERS = 2
 #: what requests of these tests ask for -> the mixers that they get

@@ -36,7 +36,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-pytestmark = [pytest.mark.parity, one_stage]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage]
 
 LAYERS = 4
 ALL = [list(names) for names in itertools.product(MIXERS, repeat=LAYERS)]

@@ -23,7 +23,7 @@ CARD: dict[str, float] = json.loads((TRAINED / "training.json").read_text())["pe
 #: tokens of the windows; longer than the window of `sliding_window`, and not of whole chunks
 WINDOWS = (448, 384, 300, 400, 256, 350, 200, 420)
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
 
 def placement_of(short: str) -> list[str]:

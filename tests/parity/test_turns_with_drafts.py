@@ -18,7 +18,7 @@ from tests.nightly import covering, nightly
 from vllm.kernels import step
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 
-pytestmark = [pytest.mark.parity, one_stage]
+pytestmark = [pytest.mark.slow, pytest.mark.parity, one_stage]
 
 TURNS = (30, 5, 17, 1, 25, 9, 40, 3)
 STOPS = list(range(0, 256, 13))

@@ -27,7 +27,7 @@ from vllm.utils import fork_server as module
 from vllm.utils.fork_server import ForkedProcess, ForkError, fork_server, start
 from vllm.utils.parent_watch import watch_parent
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 #: of the module that only the fork server imports
 NAME = "module_that_forked_processes_share"

@@ -16,6 +16,8 @@ import pytest
 
 from vllm.utils.imports import gc_paused, missing_bytecode, short_turns
 
+pytestmark = pytest.mark.slow
+
 
 def collections_of(count: int) -> int:
     before = sum(generation["collections"] for generation in gc.get_stats())

@@ -23,6 +23,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.main import main
 from vllm.exceptions import VLLMValidationError
 
+pytestmark = pytest.mark.slow
+
 ARGS = EngineArgs(model=str(tiny_model("llama")))
 
 

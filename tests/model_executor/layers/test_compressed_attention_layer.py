@@ -32,6 +32,8 @@ from vllm.platforms import current_platform
 from vllm.testing.graph_safety import assert_graph_safe, assert_replays
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 
+pytestmark = pytest.mark.slow
+
 RATIOS = list(SHAPES)
 LENGTH = 270
 

@@ -21,7 +21,7 @@ from vllm.sequence import IntermediateTensors
 TOLERANCE = 5e-5
 MAX_TOKENS = 12
 
-pytestmark = pytest.mark.parity
+pytestmark = [pytest.mark.slow, pytest.mark.parity]
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -22,6 +22,8 @@ from vllm.v1.core.arena_sizing import get_kv_cache_configs
 from vllm.v1.core.explain import Budget, Explanation, explain
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
+pytestmark = pytest.mark.slow
+
 ARENA_BYTES = 3 << 20
 BENCHMARK_MODEL = Path(__file__).parents[3] / "benchmarks" / "qwen3_5_4b"
 #: what cannot be computed without a running engine, or says where a number came from

@@ -27,7 +27,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 def test_pooling_is_refused_with_what_there_is() -> None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from tests.v1.executor.fake_worker import gone
-from tests.v1.executor.hangs import END_S, LIMIT_S, descendants, end_cores, engines
+from tests.v1.executor.hangs import END_S, descendants, end_cores, engines
+from tests.v1.executor.quick_clock import LIMIT_S, use_quick_clock
 from vllm import LLM, SamplingParams
 from vllm.utils import silence
 from vllm.v1.engine.exceptions import EngineDeadError
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
 ]
@@ -26,6 +28,7 @@ pytestmark = [
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[LLM, list[Any]]]]:
     """An engine, and its cores in the order of their replicas."""
+    use_quick_clock(monkeypatch)
     monkeypatch.setattr(silence, "LIMIT_S", LIMIT_S)
     with engines("llama") as make:
 
@@ -58,7 +61,7 @@ def test_a_core_that_is_stopped_ends_the_engine(
     assert ask(llm) == 8
     cores[-1].suspend()
     began = time.monotonic()
-    with pytest.raises(EngineDeadError, match=f"{who}.* says nothing and does nothing for 4 s"):
+    with pytest.raises(EngineDeadError, match=f"{who}.* says nothing and does nothing for 3 s"):
         ask(llm, num_prompts=4)
     end_cores(llm)
     assert gone(own) and time.monotonic() - began < END_S

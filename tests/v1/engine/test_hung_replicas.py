@@ -14,7 +14,6 @@ import torch
 from tests.v1.executor.fake_worker import gone
 from tests.v1.executor.hangs import (
     END_S,
-    LIMIT_S,
     compute,
     descendants,
     end_cores,
@@ -22,14 +21,15 @@ from tests.v1.executor.hangs import (
     lie_down,
     sleep_long,
 )
+from tests.v1.executor.quick_clock import LIMIT_S, use_quick_clock
 from vllm import LLM
 from vllm.distributed.parallel_state import get_world_group
 from vllm.exceptions import HangError
 from vllm.v1.engine.joint_steps import JointSteps
-from vllm.v1.executor import hang_watch
 from vllm.v1.worker.worker import Worker
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="replicas on CPUs"),
 ]
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
+    use_quick_clock(monkeypatch)
     shared = {"data_parallel_size": 2, "enable_expert_parallel": True}
     with engines("qwen3_5_moe", max_num_batched_tokens=64, **shared) as make:
         yield make
@@ -62,7 +62,7 @@ def test_a_worker_of_one_replica_that_does_not_come(start: Any, late: Any, ranks
     own = descendants() - before
     assert len(set(llm.collective_rpc(meet))) == 2 * ranks
     began = time.monotonic()
-    with pytest.raises(Exception, match="go(es)? on, for 4 s: .*waits for barrier of ranks 0, 1"):
+    with pytest.raises(Exception, match="go(es)? on, for 3 s: .*waits for barrier of ranks 0, 1"):
         llm.collective_rpc(meet, args=(late,))
     end_cores(llm)
     assert gone(list(own)) and time.monotonic() - began < END_S
@@ -79,7 +79,7 @@ def test_a_replica_that_is_stopped_while_none_waits_in_a_collective(start: Any) 
             lie_down()
 
     began = time.monotonic()
-    with pytest.raises(Exception, match="replica 1 does not go on, for 4 s: replica 0: "):
+    with pytest.raises(Exception, match="replica 1 does not go on, for 3 s: replica 0: "):
         llm.collective_rpc(stop)
     end_cores(llm)
     assert gone(list(own)) and time.monotonic() - began < END_S
@@ -107,6 +107,6 @@ def test_a_replica_that_does_not_come_to_the_start(
 
     monkeypatch.setattr(kind, name, late_method)
     before, began = descendants(), time.monotonic()
-    with pytest.raises(HangError, match="go(es)? on, for 4 s: .* waits for "):
+    with pytest.raises(HangError, match="go(es)? on, for 3 s: .* waits for "):
         start()
     assert gone(list(descendants() - before)) and time.monotonic() - began < END_S

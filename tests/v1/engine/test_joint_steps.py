@@ -18,6 +18,8 @@ from vllm.v1.core.sched.step_shape import StepShape
 from vllm.v1.engine.joint_steps import JointSteps, ReplicaLostError
 from vllm.v1.engine.replica_mesh import connect_replicas
 
+pytestmark = pytest.mark.slow
+
 NOTHING = StepShape(0, 0, 0, True)
 DECODES = StepShape(3, 3, 0, True)
 PREFILL = StepShape(40, 1, 1, False)

@@ -28,7 +28,7 @@ from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.llm_engine import LLMEngine
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 def make_engine(multiprocess=False, log_stats=False, **options):

@@ -22,6 +22,8 @@ from vllm.v1.engine.replica_board import ReplicaBoard
 from vllm.v1.engine.replica_choice import Choice, ReplicaChooser, Work
 from vllm.v1.engine.replica_router import PromptChains, ReplicaRouter
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 16
 CHAINS = PromptChains(BLOCK)
 

@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineSleepingError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 #: of a step of the pair
 STEP_S = 0.002

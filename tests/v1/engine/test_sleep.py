@@ -25,6 +25,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineSleepingError
 from vllm.v1.worker.sleep import ParkedMemory
 
+pytestmark = pytest.mark.slow
+
 ARENA_BYTES = 192 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3, 4] * 20, [9, 8, 7]]

@@ -27,6 +27,8 @@ from vllm.v1.engine.core_process import CoreKilledError, CoreProcess
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.spare_process import SpareProcess, prestarted
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_engine_runs_in_the_process_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0.01")

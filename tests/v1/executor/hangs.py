@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an engine that hang: how, how soon that is found, and the engine's end in any case."""
+"""Parts of an engine that hang: how, and the engine's end in any case."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor.multiproc import MultiprocExecutor
 
-#: instead of 20 s; more than the 3 s after which a process is looked at
-LIMIT_S = 4.0
 #: from the wait to the end of all processes
 END_S = 30.0
 

@@ -24,9 +24,11 @@ import pytest
 import torch
 
 from tests.v1.executor.fake_worker import gone, wait_until
-from tests.v1.executor.hangs import END_S, LIMIT_S, compute, executors, lie_down, sleep_long
+from tests.v1.executor.hangs import END_S, compute, executors, lie_down, sleep_long
+from tests.v1.executor.quick_clock import LIMIT_S, end_soon, use_quick_clock
 from vllm.distributed.parallel_state import get_world_group
-from vllm.v1.executor import hang_watch, stationed
+from vllm.v1.executor import pulse as pulse_module
+from vllm.v1.executor import stationed
 from vllm.v1.executor.hang_watch import HangWatch
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.pulse import NEXT_MESSAGE, Beat, Pulse
@@ -34,6 +36,7 @@ from vllm.v1.executor.replica_reports import ReplicaReports, Report
 from vllm.v1.worker.worker import Worker
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("forking"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="workers over gloo"),
 ]
@@ -41,7 +44,8 @@ pytestmark = [
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
-    monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
+    use_quick_clock(monkeypatch)
+    end_soon(monkeypatch)
     with executors(tensor_parallel_size=2) as make:
         yield make
 
@@ -54,8 +58,8 @@ def meet(worker: Worker, late: Callable[[], None] | None = None) -> int:
 
 
 LATE = {
-    lie_down: r"the worker of rank 1 does not go on, for 4 s: .*rank 1 .*says nothing any more",
-    sleep_long: r"no worker goes on, for 4 s: .*rank 1 is in no collective, at .*sleep_long < ",
+    lie_down: r"the worker of rank 1 does not go on, for 3 s: .*rank 1 .*says nothing any more",
+    sleep_long: r"no worker goes on, for 3 s: .*rank 1 is in no collective, at .*sleep_long < ",
 }
 
 
@@ -256,8 +260,9 @@ def test_reports_without_their_directory(tmp_path: Path) -> None:
     assert looks(watch, 200, (IN_SUM,)) is None
 
 
-def test_the_pulse_of_a_thread_alone() -> None:
+def test_the_pulse_of_a_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread that spins, as one does that waits for a device, is not its work."""
+    use_quick_clock(monkeypatch)
     beats: dict[bool, list[Beat]] = {True: [], False: []}
     stopped = threading.Event()
 
@@ -280,7 +285,7 @@ def test_the_pulse_of_a_thread_alone() -> None:
         stopped.set()
         for thread in threads:
             thread.join()
-    assert max(beat.still_s for beat in beats[True]) >= 2.0
+    assert max(beat.still_s for beat in beats[True]) >= 2 * pulse_module.BEAT_S
     assert min(beat.still_s for beat in beats[False][2:]) == 0.0
     assert " be_still < " in beats[True][-1].frames
 

@@ -11,21 +11,22 @@ import psutil
 import pytest
 
 from tests.v1.executor.fake_worker import FakeWorker, gone, processes
-from tests.v1.executor.hangs import END_S, LIMIT_S
+from tests.v1.executor.hangs import END_S
+from tests.v1.executor.quick_clock import LIMIT_S, end_soon, use_quick_clock
 from tests.v1.executor.two_hosts import Hosts
 from vllm.exceptions import HangError
-from vllm.v1.executor import hang_watch
 from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.node import NodeEndedError
 from vllm.v1.worker import worker as worker_module
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setattr(worker_module, "Worker", FakeWorker)
-    monkeypatch.setattr(hang_watch, "HANG_S", LIMIT_S)
+    use_quick_clock(monkeypatch)
+    end_soon(monkeypatch)
     made = Hosts()
     yield made
     made.end()
@@ -44,7 +45,7 @@ def test_a_part_of_a_host_that_is_stopped_is_named(hosts: Hosts, part: str) -> N
     stopped = node.tree()[0 if part == "host" else 1]
     stopped.suspend()
     began = time.monotonic()
-    named = r"rank 1 does not go on, for 4 s: .*rank 1 of node 1 \(127.0.0.1, rank 1\) .*any more"
+    named = r"rank 1 does not go on, for 3 s: .*rank 1 of node 1 \(127.0.0.1, rank 1\) .*any more"
     with pytest.raises(HangError, match=named):
         ask(executor)
     executor.shutdown()

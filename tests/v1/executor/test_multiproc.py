@@ -28,6 +28,7 @@ from tests.v1.executor.fake_worker import (
     step,
     wait_until,
 )
+from tests.v1.executor.quick_clock import end_soon
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.executor import local_workers, stationed
@@ -35,12 +36,13 @@ from vllm.v1.executor.multiproc import MultiprocExecutor
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., MultiprocExecutor]]:
     monkeypatch.setattr(worker_module, "Worker", FakeWorker)
+    end_soon(monkeypatch)
     started: list[MultiprocExecutor] = []
 
     def make(**changes: Any) -> MultiprocExecutor:

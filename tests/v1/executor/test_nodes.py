@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.v1.executor.fake_worker import FakeWorker, filled, gone, processes, step, wait_until
+from tests.v1.executor.quick_clock import end_soon
 from tests.v1.executor.two_hosts import WAIT_S, Hosts, Node
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -28,12 +29,13 @@ from vllm.v1.executor.node import NodeEndedError, NodeRefusedError, run_node
 from vllm.v1.executor.station import WorkerDiedError
 from vllm.v1.worker import worker as worker_module
 
-pytestmark = pytest.mark.usefixtures("forking")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forking")]
 
 
 @pytest.fixture
 def make_hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hosts]]:
     monkeypatch.setattr(worker_module, "Worker", FakeWorker)
+    end_soon(monkeypatch)
     made: list[Hosts] = []
 
     def make(**parallel: Any) -> Hosts:

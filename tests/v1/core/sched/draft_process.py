@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,31 +82,44 @@ class Process:
     def run(self, steps: int, *kinds: Sequence[float], stay: int | None = None) -> Found:
         """`kinds`: shares by position of kinds of requests, equally many of each. Requests `stay`
         so many steps in the mean; others come, of a kind at random."""
-        shares = np.array(kinds)
-        gains = np.array([expected(one) for one in kinds])
-        kind = np.arange(self.count) % len(kinds)
         ladder = self.policy.ladder
         times = {k: time_of(k, self.count, self.drafter) for k in ladder}
         found, output = Found(), dict.fromkeys(ladder, 0.0)
-        for _ in range(steps):
+        for mean, right in self._batches(steps, kinds, stay):
             drafts = self.policy.choose(self.count)
-            mean = 1 + gains[kind].mean(axis=0)
             found.chosen.append(drafts)
-            found.tokens += float(mean[drafts])
+            found.tokens += mean[drafts]
             found.time += times[drafts]
             for k in ladder:
-                output[k] += float(mean[k])
-            self._verify(drafts, shares[kind])
-            if stay is not None:
-                left = self._source.random(self.count) < 1 / stay
-                kind = np.where(left, self._source.integers(len(kinds), size=self.count), kind)
+                output[k] += mean[k]
+            self._verify(drafts, right)
         found.fixed = {k: (output[k] / steps, times[k]) for k in ladder}
         return found
 
-    def _verify(self, drafts: int, shares: np.ndarray) -> None:
-        right = self._source.random(shares.shape) < shares
-        accepted = np.cumprod(right[:, :drafts], axis=1).sum(axis=1)
-        self._in_flight.append((drafts, accepted.tolist()))
+    def _batches(
+        self, steps: int, kinds: Sequence[Sequence[float]], stay: int | None
+    ) -> Iterator[tuple[list[float], np.ndarray]]:
+        """Of each step: its output in the mean, by number of drafts verified, and how many drafts
+        of each request are right. Those of requests that stay are drawn together."""
+        shares = np.array(kinds)
+        gains = np.array([expected(one) for one in kinds])
+        kind = np.arange(self.count) % len(kinds)
+        together = steps if stay is None else 1
+        for _ in range(steps // together):
+            mean = (1 + gains[kind].mean(axis=0)).tolist()
+            for right in self._num_right(together, shares[kind]):
+                yield mean, right
+            if stay is not None:
+                left = self._source.random(self.count) < 1 / stay
+                kind = np.where(left, self._source.integers(len(kinds), size=self.count), kind)
+
+    def _num_right(self, steps: int, shares: np.ndarray) -> np.ndarray:
+        """`[steps, requests]`, up to the first draft that is wrong."""
+        right = self._source.random((steps, *shares.shape)) < shares
+        return np.logical_and.accumulate(right, axis=2).sum(axis=2)
+
+    def _verify(self, drafts: int, right: np.ndarray) -> None:
+        self._in_flight.append((drafts, np.minimum(right, drafts).tolist()))
         if len(self._in_flight) > _LATE:
             verified, counts = self._in_flight.popleft()
             for count in counts if verified else ():

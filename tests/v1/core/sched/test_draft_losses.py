@@ -11,6 +11,8 @@ from tests.v1.core.sched.draft_process import Process, expected, flat, policy_of
 from vllm.v1.core.sched.draft_policy import DraftPolicy
 from vllm.v1.core.sched.draft_trials import DraftTrials
 
+pytestmark = pytest.mark.slow
+
 #: steps until the positions have been tried often enough, and steps that are judged
 LEARN, STEPS = 1500, 2500
 #: output per time that may be lost to the best fixed width
