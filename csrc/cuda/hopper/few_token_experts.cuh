@@ -2,10 +2,10 @@
 // Experts of a few tokens: nothing is sorted in memory, and all that counts is that memory never
 // waits (sm_90a).
 //
-// A CTA per multiprocessor makes its share of the gate and up projections, waits for all others, and
-// makes its share of the down projections. A warp streams pieces of the weights of the experts that
-// are hit, some rows each, through a ring of stages, those of both products without a gap; teams of
-// warps multiply a piece each by what hits its expert.
+// A CTA per multiprocessor makes its share of the gate and up projections, waits for all others,
+// and makes its share of the down projections. A warp streams pieces of the weights of the experts
+// that are hit, some rows each, through a ring of stages, those of both products without a gap;
+// teams of warps multiply a piece each by what hits its expert.
 #pragma once
 
 #include "hopper/few_token_experts_bf16.cuh"
@@ -40,8 +40,8 @@ struct Shared {
   alignas(128) char ring[];  // then the operands
 };
 
-// The upper bit turns each time that all CTAs have come. One such kernel runs on a device at a time:
-// two of them on two streams would wait for each other's multiprocessors.
+// The upper bit turns each time that all CTAs have come. One such kernel runs on a device at a
+// time: two of them on two streams would wait for each other's multiprocessors.
 __device__ uint32_t meeting;
 constexpr uint32_t ALL_CAME = 1u << 31;
 
@@ -124,8 +124,8 @@ __device__ inline void consume(const Task<T>& task, Shared& shared, const Early&
   multiply(task.second, shared, of_second, turns, ring);
 }
 
-// Grid (CTAs), one per multiprocessor: all are there at once, for kernels ahead end and those behind
-// begin when all have begun.
+// Grid (CTAs), one per multiprocessor: all are there at once, for kernels ahead end and those
+// behind begin when all have begun.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 1)
     kernel(const __grid_constant__ Task<T> task) {

@@ -42,9 +42,10 @@ struct Bf16Input {
   }
 };
 
-// A warp has two rows of the weights at a time. Its lanes read runs of them one after another, four lanes'
-// being a row of a product of tensor cores: such a product is of eight runs of a row with the same
-// ones of x, and the sums that count are on its diagonal. Its other eight rows are the other row.
+// A warp has two rows of the weights at a time. Its lanes read runs of them one after another, four
+// lanes' being a row of a product of tensor cores: such a product is of eight runs of a row with
+// the same ones of x, and the sums that count are on its diagonal. Its other eight rows are the
+// other row.
 template <typename P>
 struct Bf16Operand {
   using Product = P;

@@ -8,7 +8,7 @@
 namespace vllm_cuda::few_token_experts {
 
 // As `Bf16Operand`, but that a product is a warpgroup's, of two rows a warp: alone these multiply
-// e4m3 without making fp16 of it, which takes four times as long as to read it.
+// e4m3 without making fp16 of it, which takes twice as long as to read it.
 template <typename P>
 struct Float8Operand {
   using Product = P;

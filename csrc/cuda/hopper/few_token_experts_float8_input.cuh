@@ -12,9 +12,10 @@ namespace vllm_cuda::few_token_experts {
 // value becomes 448. The arithmetic is that of `vllm.kernels.fp8`.
 struct Float8Input {
   static constexpr float MOST = 448;
-  // Of a row: what lanes of a warp read of the weights at once; such a pass of x lies as [4 words of
-  // each lane, 8 runs, 4 lanes], eight runs' 16 bytes together being what a product reads.
+  // Of a row: what lanes of a warp read of the weights at once; such a pass of x lies as [4 words
+  // of each lane, 8 runs, 4 lanes], eight runs' 16 bytes together being what a product reads.
   static constexpr int PASS_BYTES = 512;
+
   InputRows rows;
   int passes, chunks, scales;  // of a row: `chunks` of 32 words of bf16
   int scale_at, most_at, bytes;
@@ -52,8 +53,8 @@ struct Float8Input {
     }
   }
 
-  // Fetches x while nothing else is under way: behind the weights each fetch takes microseconds. All
-  // threads do, a warp some chunks, and wait for each other.
+  // Fetches x while nothing else is under way: behind the weights each fetch takes microseconds.
+  // All threads do, a warp some chunks, and wait for each other.
   static constexpr int EARLY = 4;
   struct Early {
     uint4 word[EARLY];

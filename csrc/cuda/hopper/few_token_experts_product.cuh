@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One of the two products of experts of a few tokens: the pieces of the weights, where these lie and
-// what they give.
+// One of the two products of experts of a few tokens: the pieces of the weights, where these lie
+// and what they give.
 #pragma once
 
 #include <cuda_bf16.h>

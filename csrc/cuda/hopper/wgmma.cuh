@@ -189,7 +189,7 @@ VLLM_PRODUCT_E4M3(32, 16, 16, 17, 18)
 VLLM_PRODUCT_E4M3(64, 32, 32, 33, 34)
 #undef VLLM_PRODUCT_E4M3
 
-// Eight rows of 32 bytes, not swizzled: the rows' first 16 bytes one after another, then the others.
+// Eight rows of 32 bytes, not swizzled: the rows' first 16 bytes one after another, then the rest.
 __device__ inline uint64_t runs_descriptor(const void* runs) {
   return (uint64_t{128 >> 4} << 32) | (uint64_t{128 >> 4} << 16) |
          ((shared_address(runs) & 0x3FFFF) >> 4);
