@@ -21,7 +21,7 @@ from vllm.kernels.moe.few_tokens import (
     MOST_TOKENS,
     takes_few_tokens,
 )
-from vllm.kernels.moe.slots import SlotOutputs
+from vllm.kernels.moe.slots import SlotOutputs, experts_of_slots
 from vllm.kernels.residual_stream import ResidualStream
 
 
@@ -112,16 +112,16 @@ def test_not_taken(problem: ExpertsProblem) -> None:
 def test_few_tokens_go_here_and_more_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the library holds the kernels; the slots are left to who reads the stream."""
     monkeypatch.setattr(CudaOps, "choose", lambda self, capability: True)
-    kernels = CudaKernels(HOPPER)
     made: list[int] = []
 
     def outputs(problem: ExpertsProblem) -> SlotOutputs:
         made.append(len(problem.x))
         return SlotOutputs(problem, zeros(problem.experts.numel(), HIDDEN))
 
-    monkeypatch.setattr(few_tokens, "_slot_outputs", outputs)
+    run_add = experts_of_slots(outputs, takes_few_tokens, few_tokens.OPS)[1]
+    monkeypatch.setattr(few_tokens, "run_experts_add", run_add)
     residual = zeros(MOST_TOKENS, HIDDEN)
-    stream = kernels.run_experts_add(problem_of(), residual)
+    stream = CudaKernels(HOPPER).run_experts_add(problem_of(), residual)
     assert isinstance(stream, ResidualStream) and isinstance(stream.branch, SlotOutputs)
     assert made == [MOST_TOKENS] and stream.residual is residual
     assert stream.branch.outputs.dtype == BF16

@@ -10,14 +10,11 @@ multiprocessor makes float8 by itself. A row's bits follow from that row and the
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.moe import ExpertScales, ExpertsProblem
 from vllm.kernels.moe.hopper import ACCESS_BYTES, is_dense, is_plain_swiglu
-from vllm.kernels.moe.slots import SlotOutputs
-from vllm.kernels.registry import Implementation
-from vllm.kernels.residual_stream import ResidualStream
+from vllm.kernels.moe.slots import SlotOutputs, experts_of_slots
 from vllm.utils.math_utils import cdiv
 
 OPS = CudaOps(
@@ -70,17 +67,4 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     return SlotOutputs(problem, outputs)
 
 
-def _run_experts(problem: ExpertsProblem) -> Tensor:
-    return _slot_outputs(problem).sum()
-
-
-def _run_experts_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
-    return ResidualStream(residual, _slot_outputs(problem))
-
-
-def _takes_addition(problem: ExpertsProblem, residual: Tensor) -> bool:
-    return takes_few_tokens(problem)
-
-
-run_experts = Implementation(_run_experts, takes_few_tokens, OPS)
-run_experts_add = Implementation(_run_experts_add, _takes_addition, OPS)
+run_experts, run_experts_add = experts_of_slots(_slot_outputs, takes_few_tokens, OPS)

@@ -17,10 +17,8 @@ from torch import Tensor
 from vllm.kernels.cuda_library import CudaOps, overlaps
 from vllm.kernels.moe import ExpertsProblem
 from vllm.kernels.moe.blocks import Blocks, most_blocks
-from vllm.kernels.moe.slots import SlotOutputs
+from vllm.kernels.moe.slots import SlotOutputs, experts_of_slots
 from vllm.kernels.moe.triton import make_operand
-from vllm.kernels.registry import Implementation
-from vllm.kernels.residual_stream import ResidualStream
 
 OPS = CudaOps(
     what="products of experts",
@@ -131,17 +129,4 @@ def _slot_outputs(problem: ExpertsProblem) -> SlotOutputs:
     return SlotOutputs(problem, outputs)
 
 
-def _run_experts(problem: ExpertsProblem) -> Tensor:
-    return _slot_outputs(problem).sum()
-
-
-def _run_experts_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
-    return ResidualStream(residual, _slot_outputs(problem))
-
-
-def _takes_addition(problem: ExpertsProblem, residual: Tensor) -> bool:
-    return takes_experts(problem)
-
-
-run_experts = Implementation(_run_experts, takes_experts, OPS)
-run_experts_add = Implementation(_run_experts_add, _takes_addition, OPS)
+run_experts, run_experts_add = experts_of_slots(_slot_outputs, takes_experts, OPS)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm.kernels.cuda_library import CudaOps
 from vllm.kernels.moe import ExpertsProblem
 from vllm.kernels.norm.triton import normed_row, row_warps
-from vllm.kernels.residual_stream import Norm
+from vllm.kernels.registry import Implementation
+from vllm.kernels.residual_stream import Norm, ResidualStream
 from vllm.kernels.triton.dependent_launch import await_previous, dependent_launch, start_next
 from vllm.kernels.triton.launcher import Launcher
 from vllm.utils.math_utils import cdiv, next_power_of_2
@@ -153,3 +156,25 @@ class SlotOutputs:
             "BLOCK_S": next_power_of_2(slots),
             **dependent_launch(self.outputs.device),
         }
+
+
+def experts_of_slots(
+    outputs: Callable[[ExpertsProblem], SlotOutputs],
+    takes: Callable[[ExpertsProblem], bool],
+    needs: CudaOps,
+) -> tuple[
+    Implementation[[ExpertsProblem], Tensor],
+    Implementation[[ExpertsProblem, Tensor], ResidualStream],
+]:
+    """`run_experts` and `run_experts_add` where `outputs` computes the slots."""
+
+    def run(problem: ExpertsProblem) -> Tensor:
+        return outputs(problem).sum()
+
+    def run_add(problem: ExpertsProblem, residual: Tensor) -> ResidualStream:
+        return ResidualStream(residual, outputs(problem))
+
+    def takes_addition(problem: ExpertsProblem, residual: Tensor) -> bool:
+        return takes(problem)
+
+    return Implementation(run, takes, needs), Implementation(run_add, takes_addition, needs)
