@@ -22,7 +22,8 @@ LIMIT_S = 60.0
 
 
 def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    """A fresh interpreter in a session of its own."""
+    """A fresh interpreter in a session of its own. It does not ignore interrupts, as what a shell
+    runs in the background does."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         env={**os.environ, **environment},
@@ -30,6 +31,7 @@ def begin(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
