@@ -68,7 +68,8 @@ def prestarted() -> Iterator[None]:
     if _spare is None:
         if start_method() == "fork":
             import_heavy_modules()
-        _spare = SpareProcess()
+        with interrupts.interrupts_wait():  # until it is known, and ended with this one
+            _spare = SpareProcess()
     try:
         import_heavy_modules()
         yield
