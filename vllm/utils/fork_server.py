@@ -254,8 +254,9 @@ def start(
     method = start_method(what)
     context: Any = multiprocessing.get_context(method)
     process: BaseProcess = context.Process(target=_begin, args=(target, args), name=name)
-    if method != "fork":  # would begin by itself in there, and let interrupts through
-        resource_tracker.ensure_running()
+    if method != "fork":
+        with interrupts_wait():  # where it begins, it lets them through
+            resource_tracker.ensure_running()
     with interrupts_wait():
         process.start()
     return process
