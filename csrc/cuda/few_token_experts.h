@@ -33,10 +33,8 @@ struct FewTokenExpertsLaunch {
   void* stream;
 };
 
-// Whether what is multiplied fits in shared memory beside the weights under way.
-bool few_token_experts_fit(const FewTokenExpertsArgs& args);
-
-// Queues both kernels on the stream; returns what went wrong, or null.
+// Queues the kernel on the stream; returns what went wrong, or null: so also where what is
+// multiplied does not fit in shared memory beside the weights under way.
 const char* launch_few_token_experts(const FewTokenExpertsArgs& args,
                                      const FewTokenExpertsLaunch& launch);
 

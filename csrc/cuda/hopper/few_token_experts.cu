@@ -32,10 +32,11 @@ struct Launch {
     task.at[1] = task.at[0] + static_cast<int>(first);
     bytes = sizeof(Shared) + task.at[0] + operands;
   }
-  bool fits() const { return task.stages > 0; }
 
   const char* run(const FewTokenExpertsLaunch& launch) const {
-    if (!fits()) return "more tokens than shared memory holds";
+    if (task.stages == 0) {
+      return "more tokens than fit in shared memory, with what they give between the products";
+    }
     constexpr auto products = kernel<T>;
     const cudaError_t error = allow_shared_memory<products>(launch.device);
     if (error != cudaSuccess) return describe(error);
@@ -47,11 +48,6 @@ struct Launch {
 };
 
 }  // namespace
-
-bool few_token_experts_fit(const FewTokenExpertsArgs& args) {
-  return args.gate_up_scale != nullptr ? Launch<Float8>(args, 1).fits()
-                                       : Launch<__nv_bfloat16>(args, 1).fits();
-}
 
 const char* launch_few_token_experts(const FewTokenExpertsArgs& args,
                                      const FewTokenExpertsLaunch& launch) {
